@@ -51,7 +51,8 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     let folder = Folder::new(workspace, args.out.as_deref())?;
     folder.create()?;
     let pythons = Pythons::ready(workspace, args.python.as_deref(), &chosen)?;
-    let programs = Programs::ready(workspace, &packages(chosen.iter().map(|c| &*c.package)), args.device)?;
+    let programs =
+        Programs::prepare_release(workspace, &packages(chosen.iter().map(|c| &*c.package)), args.device)?;
     let turns = Turns {
         args,
         workspace,

@@ -113,7 +113,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     let packages = ["experiments".to_owned(), "frugal-cli".to_owned()];
     let rehearsal = args.device == Device::Cpu;
     let optimization = if rehearsal { Optimization::Dev } else { Optimization::Release };
-    let programs = Programs::built(workspace, &packages, args.device, optimization)?;
+    let programs = Programs::prepare(workspace, &packages, args.device, optimization)?;
     let day = Day {
         program,
         workspace,
@@ -339,7 +339,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let workspace =
             Workspace { root: dir.path().to_owned(), bundle: Some(crate::workspace::Manifest::default()) };
-        let programs = Programs::ready(&workspace, &[], Device::Cpu).unwrap();
+        let programs = Programs::prepare_release(&workspace, &[], Device::Cpu).unwrap();
         let folder = Folder::new(&workspace, Some(dir.path())).unwrap();
         let day = day(&workspace, &programs, &folder, 60);
         let mut hangs = Command::new("sh");
@@ -358,7 +358,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let workspace =
             Workspace { root: dir.path().to_owned(), bundle: Some(crate::workspace::Manifest::default()) };
-        let programs = Programs::ready(&workspace, &[], Device::Cpu).unwrap();
+        let programs = Programs::prepare_release(&workspace, &[], Device::Cpu).unwrap();
         let folder = Folder::new(&workspace, Some(dir.path())).unwrap();
         let verdict = day(&workspace, &programs, &folder, 0).one(&parts().unwrap()[0]).unwrap();
         assert_eq!(verdict, Verdict::Skipped("no time left".into()));

@@ -21,18 +21,22 @@ pub(crate) struct Programs<'a> {
 
 struct Program {
     path: PathBuf,
-    /// Made when it is first asked for: it reads all of a file of a hundred megabytes.
+    /// Computed on first use, because it reads a file of a hundred megabytes.
     digest: OnceLock<String>,
 }
 
 impl<'a> Programs<'a> {
-    /// Makes the programs of `packages` ready, optimized for measurements.
-    pub(crate) fn ready(workspace: &'a Workspace, packages: &[String], device: Device) -> Result<Self> {
-        Self::built(workspace, packages, device, Optimization::Release)
+    /// Builds the programs of `packages` in release mode, or takes them from the bundle.
+    pub(crate) fn prepare_release(
+        workspace: &'a Workspace,
+        packages: &[String],
+        device: Device,
+    ) -> Result<Self> {
+        Self::prepare(workspace, packages, device, Optimization::Release)
     }
 
-    /// Makes the programs of `packages` ready; a bundle has its own, whatever `optimization` is.
-    pub(crate) fn built(
+    /// Builds the programs of `packages`, or takes them from the bundle, whose programs ignore `optimization`.
+    pub(crate) fn prepare(
         workspace: &'a Workspace,
         packages: &[String],
         device: Device,
@@ -57,7 +61,7 @@ impl<'a> Programs<'a> {
         program.with_context(|| format!("the bundle has no program {package}; build the bundle again"))
     }
 
-    /// The digest of the executable of `package`.
+    /// Returns the digest of the executable of `package`.
     pub(crate) fn digest(&self, package: &str) -> Result<&str> {
         let program = self.program(package)?;
         if let Some(digest) = program.digest.get() {
@@ -67,18 +71,18 @@ impl<'a> Programs<'a> {
         Ok(program.digest.get_or_init(|| digest))
     }
 
-    /// The program of `package` as a child that finds libtorch.
+    /// Returns a command that runs the program of `package`, with libtorch on its library path.
     pub(crate) fn command(&self, package: &str) -> Result<Command> {
         let mut command = Command::new(&self.program(package)?.path);
         cargo::with_libtorch(&mut command, self.workspace);
         command.env(revision::VARIABLE, &self.revision).current_dir(&self.workspace.root);
-        // One experiment kills it.
+        // The robustness experiment runs this xtask as a child, and kills it.
         command.env("FRUGAL_XTASK", std::env::current_exe().context("finding this program")?);
         Ok(command)
     }
 }
 
-/// The packages of some experiments, each once.
+/// Returns the packages in `names`, sorted, each once.
 pub(crate) fn packages<'a>(names: impl Iterator<Item = &'a str>) -> Vec<String> {
     let mut packages: Vec<String> = names.map(str::to_owned).collect();
     packages.sort();

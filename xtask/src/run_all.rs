@@ -59,7 +59,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     // A smoke run measures nothing, so it takes the build that the tests share.
     let optimization = if smoke.is_some() { Optimization::Dev } else { Optimization::Release };
     let packages = packages(now.iter().flat_map(|e| e.starts.iter().chain([&e.package])).map(|name| &**name));
-    let programs = Programs::built(workspace, &packages, args.device, optimization)?;
+    let programs = Programs::prepare(workspace, &packages, args.device, optimization)?;
     let run = Run { args, folder: &folder, programs: &programs, interrupt: Interrupt::install()? };
     let start = Instant::now();
     let failed = run.all(&now)?;

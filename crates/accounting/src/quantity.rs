@@ -12,6 +12,9 @@
 use crate::Error;
 
 /// Parses a number of bytes: `80GB` (10⁹ each), `24GiB` (2³⁰ each), or plain bytes.
+///
+/// # Errors
+/// Another text, 0, or a number beyond 64 bits.
 pub fn parse_bytes(text: &str) -> Result<u64, Error> {
     const UNITS: [(&str, u64); 10] = [
         ("", 1),
@@ -33,7 +36,10 @@ pub fn parse_bytes(text: &str) -> Result<u64, Error> {
     parse(text, &UNITS, "a number of bytes of 1 to 2^64 - 1", remedy)
 }
 
-/// Parses a number of parameters or tokens: `70B` (10⁹), `15T`, `400K`, `124.4M`, or all digits.
+/// Parses a number of parameters or tokens: `70B` (10⁹), `15T`, `400K`, `124.4M`, or plain digits.
+///
+/// # Errors
+/// Another text, 0, or a number beyond 64 bits.
 pub fn parse_count(text: &str) -> Result<u64, Error> {
     const UNITS: [(&str, u64); 5] =
         [("", 1), ("k", 1000), ("m", 1_000_000), ("b", 1_000_000_000), ("t", 1_000_000_000_000)];

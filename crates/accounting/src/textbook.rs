@@ -101,7 +101,8 @@ pub struct Step {
     pub recipe: Recipe,
     /// The optimizer.
     pub optimizer: Optimizer,
-    /// Whether its step is one kernel. Otherwise it makes lists of temporaries as large as the model, as `torch.optim` does on a GPU.
+    /// Whether the optimizer step is one kernel. Otherwise it allocates lists of temporaries as large as the model, as `torch.optim` does on
+    /// a GPU.
     pub fused_optimizer: bool,
     /// The recomputation of the backward.
     pub recomputation: Recomputation,
@@ -118,7 +119,7 @@ pub struct Step {
 }
 
 impl Default for Step {
-    /// Returns one sequence of 1024 tokens, bf16 with fp32 master weights, AdamW over lists of tensors, all logits at once, one device.
+    /// One sequence of 1024 tokens, bf16 with fp32 master weights, AdamW over lists of tensors, all logits at once, one device.
     fn default() -> Self {
         Self {
             work: Workload { batch: 1, sequence: 1024 },
@@ -136,11 +137,12 @@ impl Default for Step {
 }
 
 impl Step {
-    /// A device's share of `all`, which is divided from `stage` on.
+    /// Returns a device's share of `all` bytes or elements, which ZeRO divides from `stage` on.
     fn share(&self, all: u64, stage: ZeroStage) -> u64 {
         if self.stage >= stage { all.div_ceil(self.devices.max(1)) } else { all }
     }
 
+    /// Returns whether several devices divide the states of `stage`.
     fn divides(&self, stage: ZeroStage) -> bool {
         self.stage >= stage && self.devices > 1
     }
@@ -151,7 +153,7 @@ impl Step {
 pub struct Memory {
     /// The five moments, in order, with all of [`PARTS`].
     pub moments: [Footprint; 5],
-    /// Bytes on the host at the end of the forward; 0 unless the step uses the host.
+    /// Bytes in host memory at the end of the forward.
     pub host_bytes: u64,
     /// Temporaries of one block's backward without buffers of communication.
     pub block_backward: u64,
@@ -184,13 +186,19 @@ pub struct ModelStates {
 }
 
 impl ModelStates {
-    /// Returns all of them.
+    /// Returns the sum of the model states.
+    ///
+    /// # Errors
+    /// Bytes beyond 64 bits.
     pub fn total(&self) -> Result<u64, Error> {
         sum(WHAT, [self.parameters, self.master, self.gradients, self.optimizer])
     }
 }
 
-/// Returns the bytes per device of `model`'s parameters, gradients and optimizer state, wherever they are.
+/// Returns the bytes per device of `model`'s parameters, gradients and optimizer state, on the device or on the host.
+///
+/// # Errors
+/// Bytes beyond 64 bits.
 pub fn model_states(model: &Decoder, step: &Step) -> Result<ModelStates, Error> {
     let (recipe, parameters) = (&step.recipe, model.parameters()?);
     let bytes = |dtype: Dtype, from| dtype.bytes(step.share(parameters, from));
@@ -202,7 +210,7 @@ pub fn model_states(model: &Decoder, step: &Step) -> Result<ModelStates, Error> 
     })
 }
 
-/// Adds up the memory of a step of `model`.
+/// Returns the memory of a training step of `model` at its five moments.
 ///
 /// # Errors
 /// A family other than GPT-2 and those of Llama's blocks (Llama, Mistral, Qwen2, SmolLM3); block inputs on the host of blocks that keep
@@ -288,8 +296,8 @@ fn check(model: &Decoder, step: &Step) -> Result<(), Error> {
     Ok(())
 }
 
-/// Returns the bytes of gradients in transfer to other devices or the host, those of a block, and of parameters that come from there: of
-/// two blocks, or twice the largest matrix outside.
+/// Returns the bytes of two buffers: the gradients of a block, on their way to other devices or the host; and the parameters that come from
+/// there, of two blocks, or twice the largest matrix outside the blocks.
 fn buffers(model: &Decoder, step: &Step) -> Result<(u64, u64), Error> {
     let block = model.block_parameters()?;
     let reduces = step.divides(ZeroStage::Two) || step.host.gradients;
@@ -328,7 +336,9 @@ fn update_bytes(model: &Decoder, step: &Step) -> Result<u64, Error> {
 /// Bytes of a block's tensors, and of the tensors kept outside the blocks.
 struct Block {
     recomputation: Recomputation,
+    /// Whether autocast copies the operands of products.
     casts: bool,
+    /// Whether the MLP is a SwiGLU.
     gated: bool,
     /// `[tokens, d]` of the residual stream, and of the operands of products.
     stream: u64,
@@ -345,6 +355,7 @@ struct Block {
     /// `[tokens, h, s]` in the format of products, and in fp32.
     pairs: u64,
     wide_pairs: u64,
+    /// Tensors kept outside the blocks.
     outside: u64,
 }
 
@@ -355,7 +366,7 @@ impl Block {
         let gated = model.family.is_swiglu();
         let bytes = |width: u64, bytes: u64| {
             let tensor = product(WHAT, &[tokens, width, bytes])?;
-            // The sums below have fewer terms.
+            // Room for the sums below, which have fewer than 64 terms.
             product(WHAT, &[tensor, 64]).map(|_| tensor)
         };
         let pairs = product(WHAT, &[model.heads, step.work.sequence])?;

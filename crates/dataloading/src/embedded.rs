@@ -36,19 +36,20 @@ pub const SMALL_STORIES: &str = "small-problems/stories.txt";
 /// The tokenizer.
 pub const TOKENIZER: &str = "tokenizer.json";
 
-/// A folder that holds the data sets, for programs that run outside the folder they were built in.
+/// The environment variable with the folder of the data sets, for programs that run on another machine than the one that built them.
 pub const VARIABLE: &str = "FRUGAL_EMBEDDED";
 
-/// Returns the folder of the data sets: the one that `FRUGAL_EMBEDDED` names; else `data/` of the sources that this program was
-/// built from; else `data/` beside the folder of the executable, as a bundle has it, or beside the executable.
+/// Returns the folder of the data sets. The first of these that has them is returned: the folder in `FRUGAL_EMBEDDED`, which is then the only
+/// one; `data/` of the sources that this program was built from; `data/` in the executable's folder, or in one of the two folders above
+/// it, as a bundle has it.
 ///
 /// # Errors
-/// None of them holds the data.
+/// None of these folders has the data.
 pub fn folder() -> Result<PathBuf> {
-    let holds = |folder: &Path| folder.join(TOKENIZER).is_file();
+    let has_data = |folder: &Path| folder.join(TOKENIZER).is_file();
     if let Some(named) = std::env::var_os(VARIABLE) {
         let named = PathBuf::from(named);
-        if holds(&named) {
+        if has_data(&named) {
             return Ok(named);
         }
         return Err(Error::File {
@@ -60,9 +61,9 @@ pub fn folder() -> Result<PathBuf> {
     }
     let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../data");
     let executable = std::env::current_exe().unwrap_or_default();
-    let above = executable.ancestors().skip(1).take(3).map(|folder| folder.join("data"));
-    let mut candidates = std::iter::once(sources).chain(above);
-    candidates.find(|folder| holds(folder)).ok_or_else(|| Error::Empty {
+    let beside = executable.ancestors().skip(1).take(3).map(|folder| folder.join("data"));
+    let mut candidates = std::iter::once(sources).chain(beside);
+    candidates.find(|folder| has_data(folder)).ok_or_else(|| Error::Empty {
         from: "embedded data".into(),
         reason: format!(
             "there is no data folder with the sources or beside the program; set {VARIABLE} to the project's data folder"

@@ -1,4 +1,4 @@
-//! Errors of data loading.
+//! The error of this crate. Each variant names the file, record, batch or option; its message ends with the remedy.
 
 use std::path::PathBuf;
 
@@ -44,7 +44,7 @@ pub enum Error {
         reason: String,
     },
     /// A file could not be read or written.
-    #[error("{}: {}", path.display(), said(cause))]
+    #[error("{}: {}", path.display(), plain_message(cause))]
     Io {
         /// The file.
         path: PathBuf,
@@ -54,7 +54,7 @@ pub enum Error {
     /// A chat template that is invalid, fails, or refuses a conversation.
     #[error("{from}{}: {reason}", line.map_or_else(String::new, |line| format!(", line {line}")))]
     Template {
-        /// The template: its file.
+        /// The template's file.
         from: String,
         /// The line of the template, from 1, if it is known.
         line: Option<usize>,
@@ -96,7 +96,7 @@ impl From<tch::TchError> for Error {
 }
 
 /// Returns the operating system's message, in plain words for the common errors.
-fn said(cause: &std::io::Error) -> String {
+fn plain_message(cause: &std::io::Error) -> String {
     match cause.kind() {
         std::io::ErrorKind::NotFound => "there is no such file or folder".to_owned(),
         _ => cause.to_string(),

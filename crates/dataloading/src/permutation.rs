@@ -228,7 +228,7 @@ mod tests {
     }
 
     #[test]
-    fn fewer_than_two_rounds_on_average() {
+    fn about_two_passes_on_average_at_most() {
         for len in [1_000, 1_025, 100_000, 1 << 20, (1 << 20) + 1] {
             let order = Permutation::new(len, 5, 0, 0);
             let passes: u64 =

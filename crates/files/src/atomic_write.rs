@@ -142,7 +142,7 @@ pub fn is_at(open: &File, path: &Path) -> bool {
     open.metadata().ok().map(inode).is_some_and(|open| std::fs::metadata(path).ok().map(inode) == Some(open))
 }
 
-/// Same as on Unix; on other systems an open file prevents renaming its folder.
+/// Returns whether the name exists: on other systems than Unix an open file prevents renaming its folder.
 #[cfg(not(unix))]
 pub fn is_at(_: &File, path: &Path) -> bool {
     path.exists()

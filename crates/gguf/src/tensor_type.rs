@@ -1,4 +1,4 @@
-//! How a tensor's values are stored, and the conversions from and to fp32.
+//! The storage types of a tensor's values, and the conversions from and to fp32.
 //!
 //! Values are rounded as llama.cpp rounds them: to the nearest, ties to even, for `f16` and `bf16`; for `q8_0` each 32 values x share
 //! d = max |x| / 127, stored as `f16`, and are stored as the 8-bit integers round(x / d), ties away from zero, with d in fp32 (ggml's
@@ -88,7 +88,7 @@ impl TensorType {
         }
     }
 
-    /// Returns the largest difference that rounding may cause, for values whose block (for `q8_0`) or itself has this magnitude.
+    /// Returns the largest rounding error of a value of this magnitude; for `q8_0`, of a value whose block has this maximum.
     pub(crate) fn rounding(self, magnitude: f32) -> f32 {
         match self {
             Self::F32 => 0.0,

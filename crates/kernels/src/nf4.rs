@@ -57,10 +57,10 @@ pub use product::{TILE_BYTES, linear, matvec, mm_into, mm_transposed_into};
 
 use runtime::{Error, Result};
 
-/// Weights of a block, which share a scale.
+/// The number of weights in a block, which share a scale.
 pub const BLOCK: i64 = 64;
 
-/// The values of the codes.
+/// The 16 values of NF4, by code.
 pub const TABLE: [f32; 16] = [
     -1.0,
     -0.696_192_8,
@@ -84,7 +84,8 @@ pub const TABLE: [f32; 16] = [
 const PIECE: i64 = 1 << 20;
 
 /// Quantizes a matrix `[out, in]` of a floating dtype and any device, with bitsandbytes' rounding: w·(1/s) to the nearest value, the
-/// lower one of two that are equally near. It takes 8 MiB beside the result.
+/// lower one of two that are equally near. It takes a piece of 4 MiB beside the result, and the scales in fp32: 1/16 byte per weight, twice
+/// that for nested ones. A weight that is not contiguous is copied.
 ///
 /// # Errors
 /// A tensor that is no floating matrix with an even number of columns; values that are not finite in fp32.
@@ -96,6 +97,7 @@ pub fn quantize(weight: &Tensor, scales: Scales) -> Result<Tensor> {
     if !weight.is_floating_point() {
         return Err(refuse(format!("a weight in {:?}; expected a floating dtype", weight.kind())));
     }
+    // The codes and the blocks' scales in fp32, piece by piece.
     let packed = empty([out, inner], scales, Device::Cpu)?;
     let parts = sections(&packed)?;
     let elements = out * inner;
@@ -111,6 +113,7 @@ pub fn quantize(weight: &Tensor, scales: Scales) -> Result<Tensor> {
             return Err(refuse("a weight that has a value which is not finite in fp32".to_owned()));
         }
     }
+    // The scales, as they are or quantized themselves.
     match &parts.nested {
         None => parts.absmax.shallow_clone().f_copy_(&absmax.f_view_dtype(Kind::Uint8)?)?,
         Some((nested, offset)) => {
@@ -193,6 +196,7 @@ fn pass_for(device: Device) -> &'static dyn DequantizePass {
     if device == Device::Cpu { &cpu::Cpu } else { &cuda::Cuda }
 }
 
+/// Returns the shape `[out, in]` of an NF4 weight, or an error for another tensor.
 pub(crate) fn expect(weight: &Tensor) -> Result<[i64; 2]> {
     matrix_shape(weight).filter(|_| is_nf4(weight)).ok_or_else(|| {
         refuse(format!("a tensor in {:?} of shape {:?}, which is not NF4", weight.kind(), weight.size()))

@@ -8,7 +8,7 @@
 //! g, u, h: `[tokens, features]`. One pass reads g and u and writes h (12 bytes per element in fp32; SiLU and the
 //! product as two operators move 20). The backward pass reads g, u, d, and overwrites them with ∂L/∂g, ∂L/∂u and h,
 //! which the gradient of the down-projection needs: 24 bytes per element and no temporary; a chain of operators moves
-//! 56. Computed in fp32 for fp32 and bf16 (rounded once), in f64 for f64.
+//! 56. Computed in fp32 for fp32, bf16 and fp16 (rounded once), in f64 for f64.
 //!
 //! [`forward`] and [`backward`] are the passes for a hand-written function that owns g and u. [`silu_mul`] is a node of the graph
 //! that saves only g and u: with the input and the product, which the projections around it save, an MLP of ordinary parts keeps H

@@ -17,7 +17,7 @@ pub struct LoraLinearConfig {
     pub alpha: f64,
     /// Dropout probability of the adapter's input, in [0, 1).
     pub dropout: f64,
-    /// Scale by α/√r instead (Kalajdzievski, arXiv:2312.03732).
+    /// Whether to scale by α/√r instead (Kalajdzievski, arXiv:2312.03732).
     pub rslora: bool,
     /// Whether to train the norm of each row of W + sBA separately from its direction (Liu et al., arXiv:2402.09353).
     pub dora: bool,
@@ -27,7 +27,7 @@ pub struct LoraLinearConfig {
     pub seed: u64,
 }
 
-/// More than any projection is wide; a larger one overflows the sizes of tensors.
+/// Maximum rank: wider than any projection, and small enough that tensor sizes do not overflow.
 const MAX_RANK: i64 = 1 << 20;
 
 impl Default for LoraLinearConfig {

@@ -1,4 +1,4 @@
-//! An experiment as the report shows it: its tables, plots and findings, filled with records.
+//! A section of the report: the tables, plots and findings of an experiment, built from its records.
 
 use std::collections::BTreeMap;
 
@@ -18,23 +18,23 @@ pub struct Section {
     pub name: String,
     /// Heading.
     pub title: String,
-    /// Description of what it shows, in Markdown.
+    /// Description, in Markdown.
     pub about: String,
     /// Tables that have records.
     pub tables: Vec<Table>,
     /// Plots that have records.
     pub plots: Vec<DrawnPlot>,
-    /// Sentences.
+    /// Findings as sentences.
     pub findings: Vec<String>,
-    /// The command that runs it again; empty where none is known.
+    /// The command that runs it again; empty for an experiment that no crate registers.
     pub command: String,
-    /// Where its records were taken, each place once.
+    /// The machines and revisions of its records, each once.
     pub environments: Vec<String>,
-    /// How its run ended, where one was made.
+    /// The state of its run; `None` if it did not run.
     pub run: Option<RunState>,
-    /// Whether any record was there.
+    /// Whether it has records.
     pub has_records: bool,
-    /// The machines and pages of other reports that have records of it.
+    /// Other reports that have records of it: machine and page.
     pub elsewhere: Vec<(String, String)>,
 }
 
@@ -54,14 +54,14 @@ pub struct DrawnPlot {
 }
 
 impl Section {
-    /// Returns the name of its CSV file. Records may name an experiment that no crate registers, so what does not belong in a
-    /// file's name becomes `_`.
+    /// Returns the name of its CSV file. An experiment that no crate registers may have any name, so characters other than letters, digits,
+    /// `-` and `_` become `_`.
     pub fn csv_file(&self) -> String {
         let plain = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '-' | '_') { c } else { '_' };
         self.name.chars().map(plain).collect::<String>() + ".csv"
     }
 
-    /// `done in 12.0 s`, `failed: …`, `skipped: …`, or whether records are there.
+    /// Describes the run: `done in 12.0 s`, `failed: …`, `skipped: …`; without a run, whether there are records.
     pub fn run_words(&self) -> String {
         match &self.run {
             Some(state @ RunState::Done { .. }) => format!("done in {}", state.detail()),
@@ -72,7 +72,7 @@ impl Section {
     }
 }
 
-/// Returns a section per experiment, then per comparison, then per experiment that only the records know.
+/// Returns a section for each experiment, then for each comparison, then for each experiment that has records but is not registered.
 pub fn sections(specs: &Specs, records: &[Record], runs: &[RunOutcome]) -> Vec<Section> {
     let build = |name: &str, title: &str, about: &str, views: Views, command: String| {
         let measured = Measurements::select(specs, name, records);
@@ -99,6 +99,7 @@ pub fn sections(specs: &Specs, records: &[Record], runs: &[RunOutcome]) -> Vec<S
     sections
 }
 
+/// The specifications of a section's tables, plots and findings.
 #[derive(Default)]
 struct Views<'a> {
     tables: &'a [spec::Table],
@@ -149,7 +150,7 @@ fn section(
     }
 }
 
-/// Each machine and revision once, with the days of its first and last record.
+/// Returns each machine and revision once, with the days of its first and last record.
 pub(crate) fn environments(records: &[Record]) -> Vec<String> {
     let mut order = Vec::new();
     let mut days: BTreeMap<String, (u64, u64)> = BTreeMap::new();
@@ -169,7 +170,7 @@ pub(crate) fn environments(records: &[Record]) -> Vec<String> {
     order.iter().map(line).collect()
 }
 
-/// The newest setting of the machine and device that most records are of.
+/// Returns the newest environment of the machine and device that have the most records.
 pub(crate) fn main_environment(records: &[Record]) -> Option<String> {
     let mut counts: BTreeMap<(&str, &str), usize> = BTreeMap::new();
     for Record { environment, .. } in records {
@@ -181,6 +182,7 @@ pub(crate) fn main_environment(records: &[Record]) -> Option<String> {
     Some(format!("{}, {}", place(newest), day(newest.unix_time)))
 }
 
+/// Describes an environment without its day: device, threads, memory, scale, implementations, libtorch and revision.
 fn place(e: &Environment) -> String {
     let mut parts = vec![if e.device == "cpu" { e.cpu.clone() } else { format!("{} ({})", e.device, e.cpu) }];
     parts.push(format!("{} thread{}", e.threads, if e.threads == 1 { "" } else { "s" }));
@@ -196,6 +198,7 @@ fn place(e: &Environment) -> String {
         None => {}
     }
     if let Some(implementations) = &e.implementations {
+        // Records have the short form of `kernels::processor`: `bf16 in fp32`.
         parts.push(implementations.replace(" in fp32", " products computed in fp32"));
     }
     if let Some(torch) = &e.torch {
@@ -207,7 +210,7 @@ fn place(e: &Environment) -> String {
     parts.join(", ")
 }
 
-/// The UTC day of a time, `2026-11-21`.
+/// Formats the UTC day of a Unix time: `2026-11-21`.
 pub(crate) fn day(unix_time: u64) -> String {
     // Days to civil date in the proleptic Gregorian calendar (H. Hinnant, "chrono-compatible low-level date
     // algorithms"); years start in March so that the leap day is the last.

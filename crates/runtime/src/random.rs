@@ -158,7 +158,7 @@ impl RandomState {
         if states.is_empty() { Err(invalid("no generator")) } else { Ok(Self { states }) }
     }
 
-    /// Returns the device of the state.
+    /// Returns the last captured device, which is the device of [`RandomState::capture`].
     #[must_use]
     pub fn device(&self) -> Device {
         self.states.last().map_or(Device::Cpu, |(device, _)| *device)

@@ -1,4 +1,4 @@
-//! Explains why one composition is faster than another.
+//! Explains why one training step is faster than another, from the [`Composition`]s of two traces.
 //!
 //! The parts of a step add up to its duration, so the difference of two steps is the sum of the differences of their parts.
 //! Medians add up only approximately; the remainder is a contribution of its own. Within a part, the operators whose self time
@@ -37,7 +37,7 @@ pub struct Comparison {
 }
 
 /// Changes below this share of the step are not reported.
-const WORTH_TELLING: f64 = 0.01;
+const MIN_SHARE: f64 = 0.01;
 /// Number of operators that the sentence names.
 const NAMED: usize = 3;
 
@@ -64,12 +64,12 @@ impl Comparison {
         let mut operators: Vec<Change> = names
             .into_iter()
             .map(|name| {
-                let of = |composition: &Composition| {
+                let totals = |composition: &Composition| {
                     composition
                         .operator(name)
                         .map_or((0.0, 0.0), |operator| (operator.seconds, operator.calls))
                 };
-                let (old, new) = (of(before), of(after));
+                let (old, new) = (totals(before), totals(after));
                 Change { name: name.to_owned(), seconds: new.0 - old.0, calls: (old.1, new.1) }
             })
             .collect();
@@ -87,14 +87,14 @@ impl Comparison {
         if before > 0.0 { after / before - 1.0 } else { 0.0 }
     }
 
-    /// Returns the changes of at least a hundredth of the earlier step.
-    fn worth_telling<'a>(&self, changes: &'a [Change]) -> impl Iterator<Item = &'a Change> {
-        let least = WORTH_TELLING * self.step_seconds.0;
+    /// Returns the changes of at least [`MIN_SHARE`] of the earlier step.
+    fn significant<'a>(&self, changes: &'a [Change]) -> impl Iterator<Item = &'a Change> {
+        let least = MIN_SHARE * self.step_seconds.0;
         changes.iter().filter(move |change| change.seconds.abs() >= least)
     }
 }
 
-/// `−6.1 ms`, with a minus sign as wide as a plus.
+/// Formats a change, such as `−6.1 ms`, with a minus sign as wide as a plus.
 fn signed(value: f64, unit: &str) -> String {
     let sign = if value < 0.0 { "−" } else { "+" };
     format!("{sign}{}", human(value.abs(), unit))
@@ -107,7 +107,7 @@ impl Display for Comparison {
         let sign = if percent < 0.0 { "−" } else { "+" };
         write!(f, "step {} → {} ({sign}{:.1} %)", human(before, "s"), human(after, "s"), percent.abs())?;
         let phases: Vec<String> = self
-            .worth_telling(&self.phases)
+            .significant(&self.phases)
             .map(|Change { name, seconds, calls: (old, new) }| {
                 let calls = if old == new { String::new() } else { format!(" ({old} → {new} operators)") };
                 format!("{name} {}{calls}", signed(*seconds, "s"))
@@ -119,7 +119,7 @@ impl Display for Comparison {
             write!(f, ": {}", phases.join(", "))?;
         }
         let operators: Vec<String> = self
-            .worth_telling(&self.operators)
+            .significant(&self.operators)
             .take(NAMED)
             .map(|Change { name, seconds, calls: (old, new) }| {
                 let calls = if old == new { format!("{old} ×") } else { format!("{old} → {new} ×") };
@@ -130,7 +130,7 @@ impl Display for Comparison {
             write!(f, "; by operator: {}", operators.join(", "))?;
         }
         let (old, new) = self.allocated_bytes;
-        if (new - old).abs() >= WORTH_TELLING * old.max(1.0) {
+        if (new - old).abs() >= MIN_SHARE * old.max(1.0) {
             write!(f, "; allocated {} → {}", human(old, "B"), human(new, "B"))?;
         }
         Ok(())
@@ -176,7 +176,7 @@ mod tests {
         expect!["step 41.2 ms → 33.2 ms (−19.4 %): optimizer −6.10 ms (312 → 4 operators), forward −1.90 ms; by operator: aten::mul_ −5.00 ms (160 → 0 ×), aten::_fused_adamw_ +3.00 ms (0 → 1 ×), aten::mm −2.00 ms (30 ×); allocated 39.3 MiB → 31.7 MiB"].assert_eq(&comparison.to_string());
         let sum: f64 = comparison.phases.iter().map(|change| change.seconds).sum();
         assert!((sum - (0.0332 - 0.0412)).abs() < 1e-12, "{sum}");
-        // In the other direction the same words have the opposite sign.
+        // Exchanged compositions negate the changes.
         let back = Comparison::between(&after, &before);
         assert_eq!(back.phases[0].calls, (4.0, 312.0));
         assert!((back.phases[0].seconds - 0.0061).abs() < 1e-12);

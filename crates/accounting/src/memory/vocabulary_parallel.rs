@@ -1,15 +1,16 @@
-//! A vocabulary-parallel loss: each of R ranks holds v/R rows of the output matrix, and all ranks hold all tokens (Shoeybi et al.,
-//! arXiv 1909.08053, section 3; here with tiles of t tokens).
+//! The memory of a vocabulary-parallel cross-entropy: each of R ranks has v/R rows of the output matrix `[v, d]`, and all n tokens (Shoeybi
+//! et al., arXiv:1909.08053, section 3; here the logits are computed in tiles of t tokens). Bytes per rank, with c bytes per element of a
+//! product:
 //!
 //! ```text
 //! tile of logits                       4·t·v/R     in fp32, overwritten by its gradient
-//! output matrix, and its gradient      c·v·d/R     each; an accumulator of 4 bytes if the gradient is narrower
-//! statistics of a token                12          its largest logit; then its sum of exponentials and its target's logit
+//! output matrix, and its gradient      v·d/R       elements each, in their dtypes; and a fp32 accumulator if the gradient is narrower
+//! statistics of the tokens             12·n        largest logit, sum of exponentials, and the target's logit, in fp32
 //! gradient of the hidden states        c·n·d       a sum over the ranks
 //! ```
 //!
-//! Only the last two are reduced over the ranks: no logits are sent, and no gradient of the matrix. A ring sends 2·(R − 1)/R of what it
-//! reduces from each rank (Patarasuk & Yuan 2009).
+//! Only the last two are reduced over the ranks: neither logits nor gradients of the matrix are sent. To reduce B bytes, each rank of a ring
+//! sends 2·(R − 1)/R·B (Patarasuk & Yuan 2009).
 
 use crate::decoder_flops::Workload;
 use crate::exact::{positive, product};
@@ -24,7 +25,7 @@ pub struct RankBytes {
     pub tile: u64,
     /// The rank's rows of the output matrix.
     pub matrix: u64,
-    /// The gradient of these.
+    /// The gradient of these rows.
     pub matrix_gradient: u64,
     /// The gradient's accumulator, if it is wider than the gradient.
     pub accumulator: u64,
@@ -36,12 +37,15 @@ pub struct RankBytes {
 
 impl RankBytes {
     /// Returns the bytes that are reduced over the ranks in a step.
+    ///
+    /// # Errors
+    /// Bytes beyond 64 bits.
     pub fn reduced(&self) -> Result<u64, Error> {
         crate::exact::sum("bytes reduced over the ranks", [self.statistics, self.hidden_gradient])
     }
 }
 
-/// Returns the bytes of the rank with the most rows, with tiles of `tile` tokens, for all tokens of `work` labelled.
+/// Returns the bytes of the rank with the most rows, with tiles of `tile` tokens. All tokens of `work` count as labelled.
 ///
 /// # Errors
 /// No ranks, no tokens, bytes beyond 64 bits.

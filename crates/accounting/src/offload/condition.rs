@@ -50,13 +50,13 @@ pub struct Gpu {
     hardware: &'static str,
     /// FLOP/s reached in bf16 (fp16 on GPUs without bf16).
     pub flops: f64,
-    /// Bytes per second of its generation's link.
+    /// Bytes per second that a PCIe link of its generation reaches.
     pub link: f64,
-    /// Bytes per second of a collective over NVLink or its like; `None` if it has none.
+    /// Bytes per second that a collective over NVLink or Infinity Fabric reaches; `None` for a GPU with PCIe alone.
     pub nvlink: Option<f64>,
 }
 
-/// Common GPUs, whose rates are known.
+/// Common GPUs with the rates of real trainings.
 pub const GPUS: [Gpu; 5] = [
     Gpu { name: "3090", hardware: "rtx3090", flops: 40e12, link: GEN4, nvlink: None },
     Gpu { name: "4090", hardware: "rtx4090", flops: 120e12, link: GEN4, nvlink: None },
@@ -66,12 +66,12 @@ pub const GPUS: [Gpu; 5] = [
 ];
 
 impl Gpu {
-    /// Returns the bytes per second of a collective between GPUs of one machine.
+    /// Returns the bytes per second of a collective between GPUs of one machine: over NVLink, else over PCIe.
     pub fn between_gpus(&self) -> f64 {
         self.nvlink.unwrap_or(self.link)
     }
 
-    /// Returns the FLOP/s that products of fp32 or bf16 operands reach.
+    /// Returns the FLOP/s that matrix products of fp32 or bf16 operands reach.
     ///
     /// # Errors
     /// Another dtype; bf16 on a GPU without it.
@@ -88,6 +88,9 @@ impl Gpu {
     }
 
     /// Returns the data-sheet figures.
+    ///
+    /// # Errors
+    /// Never for the GPUs of [`GPUS`] and [`gpu`].
     pub fn data_sheet(&self) -> Result<Hardware, Error> {
         hardware::find(self.hardware)
     }
@@ -273,11 +276,11 @@ mod tests {
 
     #[test]
     fn invalid_values_are_refused() {
-        let of =
+        let condition =
             |flops, share| Condition { flops, link: 1.0, bytes_per_parameter: 2.0, resident_share: share };
-        assert!(least_tokens(&of(0.0, 0.0), Direction::Forward).is_err());
-        assert!(least_tokens(&of(f64::NAN, 0.0), Direction::Forward).is_err());
-        assert!(least_tokens(&of(1.0, 1.5), Direction::Forward).is_err());
-        assert_eq!(least_tokens(&of(1e12, 1.0), Direction::Forward).unwrap(), 0);
+        assert!(least_tokens(&condition(0.0, 0.0), Direction::Forward).is_err());
+        assert!(least_tokens(&condition(f64::NAN, 0.0), Direction::Forward).is_err());
+        assert!(least_tokens(&condition(1.0, 1.5), Direction::Forward).is_err());
+        assert_eq!(least_tokens(&condition(1e12, 1.0), Direction::Forward).unwrap(), 0);
     }
 }

@@ -1,4 +1,4 @@
-//! Live bytes and their maximum.
+//! Live bytes of a simulated pass and their maximum, as the allocator counts them.
 
 use crate::Error;
 

@@ -1,6 +1,6 @@
 //! Splits a rendered conversation into segments, and marks those that count in the loss.
 //!
-//! **Where the template marks it** with `{% generation %}`, the spans are learned.
+//! **If the template marks answers** with `{% generation %}`, the marked spans count in the loss.
 //!
 //! **Elsewhere by rendering prefixes.** For the answer at message *i*, `p` is the rendering of the messages before it with the generation
 //! prompt, and `f` the rendering up to and with it. Inference reads `p` and has to write the rest of `f`, so `p` must be a prefix of `f`,
@@ -10,15 +10,15 @@
 //! and one whose history stays is one row. Where `p` opens the reasoning of an answer, and the template leaves reasoning out, `f` is
 //! written by [a variant for training](super::TrainingVariant).
 //!
-//! **The token that ends a turn is always learned**, or the model would not stop. If a span ends before it, the span is extended to it.
-//! Where a turn has no end of its own (GLM-4, whose turns end where the next begins), it is the first token of a user's message after
-//! it. A template without either is refused.
+//! **The token that ends a turn always counts in the loss**, or the model would not learn to stop. A span that ends before this token is
+//! extended to it. In a template without end tokens (GLM-4: a turn ends where the next begins), it is the first token of the user's next
+//! message. A template without either is refused.
 
 use super::conversation::{Conversation, Message};
 use super::template::ChatTemplate;
 use crate::error::Result;
 
-/// Which part of a conversation is learned.
+/// The part of a conversation that counts in the loss.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Hash, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Mask {
@@ -36,7 +36,7 @@ pub enum Mask {
 pub struct Segment {
     /// The text.
     pub text: String,
-    /// Whether its tokens are learned.
+    /// Whether its tokens count in the loss.
     pub is_trained: bool,
 }
 
@@ -46,7 +46,7 @@ impl Segment {
     }
 }
 
-/// Texts of tokens, to see where a turn ends.
+/// The texts of the tokens that can end a turn.
 #[derive(Debug, Clone, Default)]
 pub struct EndTokens {
     /// The tokenizer's added tokens, such as `<|im_end|>`.
@@ -65,9 +65,9 @@ impl EndTokens {
             .map(String::as_str)
     }
 
-    /// Returns whether a text that is learned has nothing but tokens and white space, so that a model learns to end at once.
+    /// Returns whether an answer consists of these tokens and white space alone: trained on it, a model would learn to end at once.
     pub fn is_empty_answer(&self, text: &str) -> bool {
-        /// No text of tokens alone is longer.
+        /// In bytes; a longer text is an answer.
         const LONGEST: usize = 160;
         let mut rest = text.trim_start();
         while let Some(token) = self.at_start(rest).filter(|_| text.len() <= LONGEST) {
@@ -87,7 +87,7 @@ impl EndTokens {
 }
 
 impl ChatTemplate {
-    /// Returns the rows of a conversation, each in segments. There are none if nothing of it is learned.
+    /// Returns the rows of a conversation, each in segments; no rows if no part of it counts in the loss.
     ///
     /// # Errors
     /// [`Error::Template`](crate::Error::Template): those of [`ChatTemplate::render`]; a generation prompt that does not begin the
@@ -133,7 +133,7 @@ impl Row {
         }
     }
 
-    /// Appends the row without what follows its last learned segment, if there is one.
+    /// Appends the row, cut after its last trained segment; a row without one is dropped.
     fn finish(mut self, rows: &mut Vec<Vec<Segment>>) {
         if let Some(last) = self.segments.iter().rposition(|segment| segment.is_trained) {
             self.segments.truncate(last + 1);
@@ -168,6 +168,7 @@ impl Turns<'_> {
         &self.conversation.messages
     }
 
+    /// Returns one row, whose trained segments are the spans that the template marks.
     fn by_spans(&self, trained: &[bool]) -> Result<Vec<Vec<Segment>>> {
         let rendered = self.template.render_messages(self.conversation, self.messages(), false)?;
         let (text, spans) = (&rendered.text, &rendered.spans);
@@ -183,6 +184,7 @@ impl Turns<'_> {
         let (mut row, mut at) = (Row::default(), 0);
         for (number, span) in spans.iter().enumerate() {
             let is_trained = all || trained[number];
+            // Extend a trained span to its end token.
             let mut end = span.end;
             if is_trained && !self.ends.at_end(&text[span.clone()]) {
                 end += match self.ends.at_start(&text[end..]) {
@@ -206,6 +208,7 @@ impl Turns<'_> {
         Ok(rows)
     }
 
+    /// Returns the rows that rendered prefixes give: see the module.
     fn by_prefixes(&self, answers: &[usize], trained: &[bool]) -> Result<Vec<Vec<Segment>>> {
         let (mut rows, mut row) = (Vec::new(), Row::default());
         for (&at, _) in answers.iter().zip(trained).filter(|(_, is_trained)| **is_trained) {
@@ -213,6 +216,7 @@ impl Turns<'_> {
                 let messages = &self.messages()[..count];
                 Ok(self.template.render_messages(self.conversation, messages, prompt)?.text)
             };
+            // The prompt `p`, and the answer: the rest of `f`.
             let rendered = render(at + 1, false)?;
             let prompt = if at == 0 { self.first_prompt(&rendered)? } else { render(at, true)? };
             let answer = match rendered.strip_prefix(&prompt) {
@@ -223,6 +227,7 @@ impl Turns<'_> {
                     .or_else(|| self.template.after_question(self.conversation, at, &prompt, &rendered))
                     .ok_or_else(|| self.no_prefix(at, &prompt, &rendered))?,
             };
+            // The end token, if the answer's own text has none.
             let mut end = "";
             if !self.ends.at_end(&answer) {
                 end = match self.end_by_next_turn(at, &rendered)? {
@@ -230,6 +235,7 @@ impl Turns<'_> {
                     None => return Err(self.without_end(&answer)),
                 };
             }
+            // A new row, if the template changed the history.
             if !prompt.starts_with(&row.text) {
                 std::mem::take(&mut row).finish(&mut rows);
             }
@@ -241,8 +247,9 @@ impl Turns<'_> {
         Ok(rows)
     }
 
-    /// Returns the part of a conversation's first message, an answer, that is written before what is learned. Templates that read the first
-    /// message cannot render none; there it ends with what they write to begin an answer.
+    /// Returns the prompt `p` of an answer that is the conversation's first message: the generation prompt after no messages. A template
+    /// that reads the first message cannot render an empty conversation; then `p` ends with the generation prompt that the template
+    /// writes after a question.
     fn first_prompt(&self, rendered: &str) -> Result<String> {
         let render = |messages: &[Message], prompt| {
             self.template
@@ -253,8 +260,8 @@ impl Turns<'_> {
         if let Some(prompt) = render(&[], true).filter(|prompt| rendered.starts_with(prompt.as_str())) {
             return Ok(prompt);
         }
-        let asked = [Message::new("user", "?")];
-        let (before, with_opening) = (render(&asked, false), render(&asked, true));
+        let question = [Message::new("user", "?")];
+        let (before, with_opening) = (render(&question, false), render(&question, true));
         let opening = before
             .zip(with_opening)
             .and_then(|(before, after)| Some(after.strip_prefix(&before)?.to_owned()));

@@ -1,4 +1,5 @@
-//! `accounting experiment`: the report's sections, computed in milliseconds and the same everywhere.
+//! `accounting experiment`: computes the records of the report's sections about accounting, in milliseconds and with the same result on
+//! every machine.
 
 use accounting::presets;
 use clap::ValueEnum;
@@ -29,24 +30,27 @@ enum Section {
 }
 
 impl Section {
-    /// The experiment's name in the records.
+    /// Returns the experiment's name in the records.
     fn experiment(self) -> String {
         let name = self.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default();
-        // Its subject is the techniques, not this crate.
+        // The subject of these two is a technique, not the crate `accounting`.
         match self {
             Self::LongContext | Self::OffloadCondition => name,
             _ => format!("accounting-{name}"),
         }
     }
 
-    /// The scale of its records; `None` where it is the same at every scale.
+    /// Returns the scale of its records; `None` if the records are the same at every scale.
     fn scale(self, scale: Scale) -> Option<Scale> {
         matches!(self, Self::Flops | Self::Fit).then_some(scale)
     }
 }
 
+/// Presets of [`Section::Flops`] and [`Section::Fit`] in a smoke run.
 const SMOKE_MODELS: [&str; 2] = ["gpt2", "qwen2.5-0.5b"];
+/// Presets of [`Section::Flops`]; the scale `paper` has all presets.
 const MODELS: [&str; 6] = ["gpt2", "cs336-small", "cs336-xl", "qwen2.5-0.5b", "llama-3-8b", "llama-3-70b"];
+/// GPUs of [`Section::Fit`], in a smoke run and else.
 const SMOKE_DEVICES: [&str; 1] = ["rtx4090"];
 const DEVICES: [&str; 4] = ["t4", "rtx4090", "h100", "b200"];
 
@@ -62,8 +66,8 @@ pub(crate) fn run(common: &CommonArgs, scale: Scale, arguments: &Experiment) -> 
         Scale::Smoke => (&SMOKE_MODELS, &SMOKE_DEVICES),
         _ => (&["gpt2", "qwen2.5-0.5b", "llama-3-8b"], &DEVICES),
     };
-    let wanted = |section: &Section| arguments.only.is_empty() || arguments.only.contains(section);
-    let sections: Vec<Section> = Section::value_variants().iter().copied().filter(wanted).collect();
+    let is_selected = |section: &Section| arguments.only.is_empty() || arguments.only.contains(section);
+    let sections: Vec<Section> = Section::value_variants().iter().copied().filter(is_selected).collect();
     let mut progress = Progress::new(sections.len() as u64);
     for section in sections {
         progress.message(&section.experiment());

@@ -1,16 +1,16 @@
-//! One loss of classes by several implementations, from the usual one of frameworks to `fused-ce`.
+//! Cross-entropy of a linear layer by six implementations, from the usual one of frameworks to `fused-ce`.
 //!
-//! | implementation | logits at a time | products | gradient of W summed in | rows without a label |
+//! | implementation | logits in memory | matrix products | gradient of W summed in | tokens without a label |
 //! |---|---|---|---|---|
-//! | [`Naive`](Implementation::Naive) | all, and as much again three times over | 3 | one product | computed |
+//! | [`Naive`](Implementation::Naive) | all, and three more tensors of their shape | 3 | one product | computed |
 //! | [`ChunkedRecompute`](Implementation::ChunkedRecompute) | one chunk's | 4 | W's dtype | computed |
 //! | [`GradInForward`](Implementation::GradInForward) | one chunk's | 3 | W's dtype | computed |
 //! | [`LinearCrossEntropy`](Implementation::LinearCrossEntropy) | one chunk's, once | 3 | fp32 | dropped |
 //! | [`RoundedGradient`](Implementation::RoundedGradient) | the same | 3 | fp32 | dropped |
 //! | [`RoundedLogits`](Implementation::RoundedLogits) | the same, in the operands' dtype | 3 | fp32 | dropped |
 //!
-//! The third is the way of Malek's `efficient_cross_entropy`, which the assignment takes up with chunks of an eighth of the
-//! tokens and at most 4096, and of Liger.
+//! [`GradInForward`](Implementation::GradInForward) is the algorithm of Malek's `efficient_cross_entropy` and of Liger. The assignment uses
+//! it with chunks of an eighth of the tokens, and at most 4096.
 
 mod chunked_recompute;
 mod grad_in_forward;
@@ -25,28 +25,30 @@ use tch::{Kind, Tensor};
 
 pub use head::install;
 
-/// The target that means none.
+/// The target of a token that does not count in the loss.
 const IGNORE_INDEX: i64 = models::module::IGNORE_INDEX;
 
 /// A way to compute the loss.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Implementation {
-    /// All logits, then the cross-entropy, by libtorch's operators and graph; low precision is taken to fp32 in between.
+    /// All logits, then the cross-entropy, by libtorch's operators and graph. Logits in low precision are cast to fp32.
     Naive,
-    /// The same for one chunk of tokens after the other, each computed again in backward.
+    /// The same, one chunk of tokens at a time; backward recomputes each chunk.
     ChunkedRecompute,
     /// Chunk by chunk, with the gradients computed in forward, in the operands' dtypes.
     GradInForward,
     /// The loss of `fused-ce`.
     LinearCrossEntropy,
-    /// The same with `round_logits_gradient`, as `frugal` has it: the gradient of logits is rounded to the operands' dtype, as in the others.
+    /// The same with `round_logits_gradient`, as `frugal` uses it: the gradient of the logits is rounded to the operands' dtype, as in the
+    /// baselines.
     RoundedGradient,
-    /// The same with `round_logits`: on a GPU the logits are kept in the operands' dtype too. On a CPU it is the one before.
+    /// The same with `round_logits`: on a GPU the logits are stored in the operands' dtype too. On a CPU it equals
+    /// [`RoundedGradient`](Implementation::RoundedGradient).
     RoundedLogits,
 }
 
 impl Implementation {
-    /// All of them, in order.
+    /// All implementations, in the order of the table.
     pub const ALL: [Self; 6] = [
         Self::Naive,
         Self::ChunkedRecompute,
@@ -56,7 +58,7 @@ impl Implementation {
         Self::RoundedLogits,
     ];
 
-    /// Its name, as [`FromStr`] reads it.
+    /// Returns its name, which [`FromStr`] parses.
     pub fn name(self) -> &'static str {
         match self {
             Self::Naive => "naive",
@@ -68,7 +70,7 @@ impl Implementation {
         }
     }
 
-    /// The options of `fused-ce`, for its own.
+    /// Returns the options of an implementation by `fused-ce`; `None` for a baseline.
     pub(crate) fn options(self) -> Option<LinearCrossEntropy> {
         let [round_logits_gradient, round_logits] = match self {
             Self::LinearCrossEntropy => [false; 2],
@@ -79,9 +81,9 @@ impl Implementation {
         Some(LinearCrossEntropy { round_logits_gradient, round_logits, ..LinearCrossEntropy::default() })
     }
 
-    /// The loss of hidden states `[…, h]`, a weight `[v, h]` and classes as targets (−100: ignored): a mean or a sum.
-    /// If `chunk` is `None`, the second and third implementation take the assignment's. `labelled`: how many targets are classes, if a
-    /// training's host knows it.
+    /// Computes the mean or the sum of the loss of hidden states `x` `[…, h]`, a weight `w` `[v, h]` and class indices `targets` (−100:
+    /// ignored). Without `chunk`, the chunked baselines use the assignment's. `labelled` is the number of targets that are not ignored, if the
+    /// host knows it.
     ///
     /// # Errors
     /// Same as [`LinearCrossEntropy::run`].
@@ -134,12 +136,12 @@ fn refused(reason: String) -> Error {
     Error::invalid("linear cross-entropy", reason)
 }
 
-/// The dtype of logits: fp32, or f64 for f64.
+/// Returns the dtype of logits: fp32, or f64 for f64.
 fn tile_kind(kind: Kind) -> Kind {
     if kind == Kind::Double { Kind::Double } else { Kind::Float }
 }
 
-/// Tokens of a chunk: as asked for, else an eighth of all and at most 4096.
+/// Returns the tokens of a chunk: those of `chunk`, else an eighth of all and at most 4096.
 pub(super) fn chunk_tokens(
     chunk: Option<Chunk>,
     tokens: i64,
@@ -151,7 +153,8 @@ pub(super) fn chunk_tokens(
         Some(Chunk::Tokens(tokens)) => tokens,
         Some(Chunk::Budget(budget)) if budget < row => {
             return Err(refused(format!(
-                "a budget of {budget} bytes is less than the {row} bytes of one row of logits"
+                "a budget of {budget} bytes is less than the {row} bytes of one row of {vocabulary} logits; increase it, or set a number of \
+                 tokens"
             )));
         }
         Some(Chunk::Budget(budget)) => i64::try_from(budget / row).unwrap_or(i64::MAX),

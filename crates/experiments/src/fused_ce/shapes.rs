@@ -1,4 +1,4 @@
-//! The table of shapes, and the measurement of one of them.
+//! The shapes at which losses are measured (N tokens, H hidden, V vocabulary), and the measurement at one shape.
 
 use std::fmt;
 use std::str::FromStr;
@@ -13,12 +13,12 @@ use tch::{Device, Kind, Tensor};
 use super::baselines::Implementation;
 use crate::dtype;
 
-/// Sizes of one forward and backward.
+/// The sizes of an output projection with its cross-entropy.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(crate) struct Shape {
     /// Tokens.
     pub tokens: i64,
-    /// Width.
+    /// Hidden size.
     pub hidden: i64,
     /// Number of classes.
     pub vocabulary: i64,
@@ -32,14 +32,14 @@ const fn shape(tokens: i64, hidden: i64, vocabulary: i64) -> Shape {
     Shape { tokens, hidden, vocabulary, kind: Kind::Float, ignored: 0.0 }
 }
 
-/// A glance.
+/// Shapes of a smoke run, which takes seconds.
 pub(crate) const SMOKE: &[Shape] = &[shape(128, 64, 4000), shape(256, 64, 4000), shape(128, 64, 8000)];
 
-/// Two lengths and another vocabulary.
+/// Shapes of a laptop run: two numbers of tokens, and a larger vocabulary.
 pub(crate) const LAPTOP: &[Shape] =
     &[shape(512, 256, 32_000), shape(2048, 256, 32_000), shape(512, 256, 128_256)];
 
-/// Sequences and vocabularies that two cores get through in two minutes.
+/// Shapes of a full run: four numbers of tokens and three vocabularies, measured in two minutes on two cores.
 pub(crate) const FULL: &[Shape] = &[
     shape(512, 256, 32_000),
     shape(1024, 256, 32_000),
@@ -49,13 +49,13 @@ pub(crate) const FULL: &[Shape] = &[
     shape(1024, 256, 128_256),
 ];
 
-/// A length, and eight times as many tokens.
+/// Shapes that show the growth with tokens: the second has eight times as many.
 pub(crate) const LONG: &[Shape] = &[shape(1024, 256, 32_000), shape(8192, 256, 32_000)];
 
-/// A small [`LONG`].
+/// [`LONG`] for a smoke run.
 pub(crate) const LONG_SMOKE: &[Shape] = &[shape(128, 64, 4000), shape(1024, 64, 4000)];
 
-/// The sizes of GPUs: Qwen2.5-0.5B's head, and Llama-3-8B's, whose sequence is the assignment's.
+/// Shapes for GPUs: the heads of Qwen2.5-0.5B and of Llama-3-8B at the assignment's lengths, and the latter with other vocabularies.
 pub(crate) const PAPER: &[Shape] = &[
     shape(2048, 896, 151_936),
     shape(8192, 896, 151_936),
@@ -68,18 +68,18 @@ pub(crate) const PAPER: &[Shape] = &[
 ];
 
 impl Shape {
-    /// Tokens that have a label.
+    /// Returns the number of tokens with a label.
     pub(crate) fn labelled(&self) -> i64 {
         self.tokens - (self.tokens as f64 * self.ignored).round() as i64
     }
 
-    /// FLOPs of the three products over the labelled tokens.
+    /// Returns the FLOPs of the three products over the labelled tokens.
     pub(crate) fn flops(&self) -> f64 {
         6.0 * self.labelled() as f64 * self.hidden as f64 * self.vocabulary as f64
     }
 
-    /// Bytes of the largest tensors: the naive implementation's logits, log-probabilities and their two gradients in fp32, the weight and
-    /// its gradient.
+    /// Returns the bytes of the naive implementation's largest tensors: the logits in the operands' dtype, three tensors of their shape in
+    /// fp32, the weight and its gradient.
     pub(crate) fn naive_bytes(&self) -> u64 {
         let element = self.kind.elt_size_in_bytes() as i64;
         (self.vocabulary * (self.tokens * (12 + element) + 2 * self.hidden * element)).unsigned_abs()
@@ -95,7 +95,7 @@ impl fmt::Display for Shape {
 impl FromStr for Shape {
     type Err = String;
 
-    /// `TOKENS,HIDDEN,VOCABULARY`, then `,fp32|bf16|fp16`, then `,SHARE` of tokens that are ignored.
+    /// Parses `TOKENS,HIDDEN,VOCABULARY`, optionally followed by `,fp32|bf16|fp16` and then by `,SHARE` of ignored tokens.
     fn from_str(text: &str) -> std::result::Result<Self, String> {
         let help = || {
             format!(
@@ -131,15 +131,15 @@ pub(crate) struct Tensors {
 }
 
 impl Tensors {
-    /// Drawn from `seed`.
+    /// Draws the tensors from `seed`.
     ///
     /// # Errors
-    /// Too little memory, a device that is not there.
+    /// Too little memory, a device that does not exist.
     pub(crate) fn new(shape: &Shape, seed: u64, device: Device) -> Result<Self> {
         let mut generator = Generator::new(seed)?;
         let options = (Kind::Float, device);
         runtime::random::seed(seed)?;
-        // A billion numbers of one generator of the CPU would keep a GPU waiting for half a minute.
+        // A GPU draws its own numbers: the CPU's generator takes half a minute for a billion.
         let mut normal = |size: [i64; 2]| match device {
             Device::Cuda(_) => Ok(Tensor::f_randn(size, options)?),
             _ => generator.normal(&size, options),
@@ -148,26 +148,26 @@ impl Tensors {
         let weight = normal([shape.vocabulary, shape.hidden])?.f_mul_scalar_(0.02)?;
         let drawn = generator.uniform(&[shape.tokens], (0.0, 1.0), (Kind::Double, device))?;
         let targets = drawn.f_mul_scalar(shape.vocabulary as f64)?.f_to_kind(Kind::Int64)?;
-        // Prompts are ignored at the beginning of a sequence; where does not matter here.
+        // The ignored tokens come first, like a prompt's. Their positions do not affect the time.
         let _ = targets.f_narrow(0, 0, shape.tokens - shape.labelled())?.f_fill_(-100)?;
         let leaf = |tensor: Tensor| tensor.f_to_kind(shape.kind)?.f_set_requires_grad(true);
         Ok(Self { hidden: leaf(hidden)?, weight: leaf(weight)?, targets })
     }
 }
 
-/// The result of a shape.
+/// The measurements at one shape.
 #[derive(Debug)]
 pub(crate) struct Outcome {
     /// Seconds of `forward`, `backward` and both, per repeat.
     pub time: Measurement,
-    /// The most bytes that were live beyond the inputs and their gradients.
+    /// The peak of live bytes, without the inputs and their gradients.
     pub peak_above_bytes: u64,
 }
 
-/// Measures one forward and backward of a mean loss, on the device of `plan`, as often as it plans.
+/// Measures one forward and backward of a mean loss, on the device and with the repeats of `plan`.
 ///
 /// # Errors
-/// Too little memory, a device that is not there, an option outside its range.
+/// Too little memory, a device that does not exist, an option outside its range.
 pub(crate) fn measure(
     shape: &Shape,
     implementation: Implementation,
@@ -194,7 +194,7 @@ pub(crate) fn measure(
     Ok(Outcome { time, peak_above_bytes })
 }
 
-/// The device's rate for a product of this shape's width in FLOP/s.
+/// Returns the FLOP/s that the device reaches in a matrix product of this shape, with at most 2048 tokens and 16,384 classes.
 ///
 /// # Errors
 /// Same as [`measure()`].

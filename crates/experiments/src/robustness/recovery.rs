@@ -1,4 +1,5 @@
-//! Files that a command leaves when it is stopped or fails, and its run after that, counted over all tries.
+//! Counts failures of recovery. A command is stopped or made to fail, and runs again: its files must be undamaged, its results as expected,
+//! and no temporary file may remain.
 
 use report::Metric;
 
@@ -7,14 +8,18 @@ use super::work::{Results, Sandbox, Work};
 /// Counts over the tries of one command.
 #[derive(Debug, Default)]
 pub(super) struct Recovery {
+    /// Second runs with results other than the expected ones.
     different: usize,
+    /// Outputs with a damaged file after the stop.
     damaged: usize,
+    /// Second runs that failed.
     failed: usize,
+    /// Temporary files that remained after the second run.
     left: usize,
 }
 
 impl Recovery {
-    /// Inspects an output right after its command was stopped.
+    /// Checks an output for damage right after its command was stopped; `note` gets a description.
     pub(super) fn inspect(
         &mut self,
         (sandbox, work): (&Sandbox, &Work),
@@ -58,16 +63,16 @@ impl Recovery {
         sandbox.remove(out)
     }
 
-    /// The counts, and their sum as `lost`.
+    /// Returns the counts, and their sum as `lost`.
     pub(super) fn metrics(&self) -> Vec<Metric> {
         let Self { different, damaged, failed, left } = *self;
-        let all = [
+        let counts = [
             ("different_results", different),
             ("damaged_files", damaged),
             ("failed_restarts", failed),
             ("files_left", left),
             ("lost", different + damaged + failed + left),
         ];
-        all.into_iter().map(|(name, count)| Metric::exact(name, "", count as f64)).collect()
+        counts.into_iter().map(|(name, count)| Metric::exact(name, "", count as f64)).collect()
     }
 }

@@ -1,4 +1,4 @@
-//! `frugal data show`.
+//! `frugal data show`: prints records as training rows, with the tokens that count in the loss highlighted.
 
 use std::io::IsTerminal as _;
 use std::ops::ControlFlow;
@@ -47,7 +47,7 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
         Color::Never => false,
     };
     let marks = if is_coloured { Marks::COLOURS } else { Marks::BRACKETS };
-    let (mut passed, mut shown, mut wrong) = (0, 0, 0);
+    let (mut passed, mut shown, mut invalid) = (0, 0, 0);
     source.each(&mut |place, encoded| {
         passed += 1;
         if passed <= arguments.skip {
@@ -57,11 +57,12 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
             return Ok(ControlFlow::Break(()));
         }
         shown += 1;
+        // The record's rows, or why it has none.
         let (rows, counts) = match encoded {
             Ok(encoded) => encoded,
-            // The records after a wrong one are shown, too.
+            // An invalid record is noted, and the records after it are shown.
             Err(error) => {
-                wrong += 1;
+                invalid += 1;
                 common.note(&format!("wrong: {error}"));
                 return Ok(ControlFlow::Continue(()));
             }
@@ -79,6 +80,7 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
             let text = marked(row, tokenizer, marks)?;
             let (tokens, learned) = (row.tokens.len(), learned(row));
             let place = place.to_string();
+            // A file's name may contain escape sequences for the terminal.
             let place = without_controls(&place);
             print_coloured(&format!(
                 "── {place}: {tokens} tokens, {learned} learned\n{}\n",
@@ -87,7 +89,7 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
         }
         Ok(ControlFlow::Continue(()))
     })?;
-    if shown > 0 && wrong == shown {
+    if shown > 0 && invalid == shown {
         bail!("nothing is shown: the records are wrong; `{}` lists why", source.check);
     }
     Ok(())

@@ -1,4 +1,4 @@
-//! `frugal export --verify`: log-probabilities and tokens of llama.cpp against this program's.
+//! `frugal export --verify`: compares log-probabilities and tokens of llama.cpp with this program's.
 
 use std::fmt;
 use std::path::Path;
@@ -21,42 +21,44 @@ const LENGTHS: [usize; 3] = [3, 17, 60];
 
 /// The models and texts that are compared.
 pub(super) struct Files<'a> {
-    /// The model's folder, and an adapter's: what this program computes with.
+    /// The model's folder, which this program loads.
     pub(super) folder: &'a Path,
-    /// The folder with the tokenizer and the chat template that are in the file.
+    /// The folder of the tokenizer and the chat template that the GGUF file contains.
     pub(super) texts: &'a Path,
+    /// The adapter's folder, if there is one.
     pub(super) adapter: Option<&'a Path>,
-    /// The GGUF files: what llama.cpp computes with.
+    /// The GGUF files of the model and of the adapter, which llama.cpp loads.
     pub(super) model: &'a Path,
     pub(super) lora: Option<&'a Path>,
     /// The type of the model's matrices.
     pub(super) kind: TensorType,
 }
 
-/// The outcome.
+/// The result of a comparison.
 pub(super) struct Figures {
+    /// The largest difference of a log-probability.
     largest: f64,
+    /// The largest difference that a correct file may have.
     limit: f64,
     kind: TensorType,
     /// A text that llama.cpp tokenizes differently.
     other_tokens: Option<String>,
 }
 
-/// Texts whose tokens show how a tokenizer splits: letters, digits, blanks, line breaks, other scripts, and what is no character of most
-/// vocabularies.
+/// Texts that test how a tokenizer splits: letters, digits, blanks, line breaks, other scripts, and characters that most vocabularies lack.
 const TEXTS: [&str; 3] = [
     "Hello there, it's 12345.67 (x)!",
     "Two  blanks,\ttabs\n\nand lines\r\n  of them",
     "Zoë 🗼 日本語 👩‍👧 שלום",
 ];
 
-/// The largest difference of a log-probability that is no error of the file.
+/// Returns the largest difference of a log-probability that a correct file may have.
 ///
-/// llama.cpp multiplies 16-bit and 8-bit matrices with activations that it rounds to the same type, so a right file differs by more than
-/// its weights' rounding; a wrong order of rows differs by far more.
+/// llama.cpp multiplies 16-bit and 8-bit matrices with activations that it rounds to the same type, so a correct file differs by more
+/// than its weights' rounding. A wrong order of rows differs by far more.
 fn limit(kind: TensorType, architecture: &str) -> f64 {
     match kind {
-        // Its table of GELU is of fp16.
+        // llama.cpp looks Gemma's GELU up in a table in fp16.
         TensorType::F32 if architecture.starts_with("gemma") => 1e-2,
         TensorType::F32 => 1e-3,
         TensorType::F16 => 1e-2,
@@ -64,16 +66,16 @@ fn limit(kind: TensorType, architecture: &str) -> f64 {
     }
 }
 
-/// Whether a model's weights in fp32 take at most half of the free memory.
+/// Returns whether a model's weights in fp32 take at most half of the free memory.
 ///
 /// # Errors
-/// A folder that is no model's.
+/// A folder without a model.
 pub(super) fn fits_memory(folder: &Path) -> anyhow::Result<bool> {
     let weights = 4 * Folder::open(folder)?.config().parameter_count();
     Ok(weights <= planning::default_budget(Device::Cpu)? / 2)
 }
 
-/// Compares the log-probability of every token after three prompts.
+/// Compares the log-probabilities of the whole vocabulary after three prompts, and the tokens of [`TEXTS`] and of a rendered conversation.
 pub(super) fn compare(llama_cpp: &LlamaCpp, model: &Model, files: &Files<'_>) -> anyhow::Result<Figures> {
     let plain = model.tokenizer().plain_tokens();
     let Some(forced) = plain.first().copied() else {
@@ -85,6 +87,7 @@ pub(super) fn compare(llama_cpp: &LlamaCpp, model: &Model, files: &Files<'_>) ->
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         plain[(state >> 33) as usize % plain.len()]
     };
+    // llama.cpp's log-probabilities and tokens, then this program's.
     let prompts: Vec<Vec<u32>> =
         LENGTHS.iter().map(|length| (0..*length).map(|_| next()).collect()).collect();
     let tokenizer = tokenizer_of(files.texts)?;
@@ -116,7 +119,7 @@ pub(super) fn compare(llama_cpp: &LlamaCpp, model: &Model, files: &Files<'_>) ->
     Ok(Figures { largest, limit: limit(files.kind, model.architecture()), kind: files.kind, other_tokens })
 }
 
-/// A conversation by the chat template, if there is one.
+/// Renders a conversation with the chat template; `None` without a template.
 fn chat(folder: &Path) -> Option<String> {
     let template = ChatTemplate::from_folder(folder, TemplateConfig::default()).ok()??;
     let messages = [("user", TEXTS[0]), ("assistant", TEXTS[2]), ("user", "And?")];
@@ -129,13 +132,13 @@ fn log_probabilities(files: &Files<'_>, prompts: &[Vec<u32>]) -> anyhow::Result<
     let _no_grad = tch::no_grad_guard();
     let model = Folder::open(files.folder)?.load(Some(Kind::Float), Device::Cpu)?;
     let model: Box<dyn LanguageModel> = with_adapter(model, files.adapter)?;
-    let one = |prompt: &Vec<u32>| -> anyhow::Result<Vec<f64>> {
+    let after_prompt = |prompt: &Vec<u32>| -> anyhow::Result<Vec<f64>> {
         let tokens: Vec<i64> = prompt.iter().map(|token| i64::from(*token)).collect();
         let tokens = Tensor::from_slice(&tokens).unsqueeze(0);
         let last = model.logits(&Input::new(&tokens))?.f_select(1, -1)?.f_squeeze_dim(0)?;
         Ok(Vec::try_from(last.f_log_softmax(-1, Kind::Double)?)?)
     };
-    prompts.iter().map(one).collect()
+    prompts.iter().map(after_prompt).collect()
 }
 
 impl Figures {

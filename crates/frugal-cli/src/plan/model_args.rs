@@ -1,17 +1,17 @@
-//! The model of a plan: a `config.json`, a preset, or a family with sizes. Sizes that are given replace the model's.
+//! The model flags of `frugal plan`: `--model` (a folder, a `config.json`, a name on the hub or a preset) or `--family` with sizes. A size
+//! flag beside `--model` replaces that size of the model.
 
 use std::path::{Path, PathBuf};
 
-use crate::download_bar;
 use accounting::model::{Family, Sizes, WindowedLayers};
 use accounting::quantity::parse_count;
 use accounting::{Decoder, presets};
 use anyhow::Context;
 use frugal::models::hub::{Hub, RepositoryKind};
 use frugal::models::hugging_face::Folder;
-
 use tch::Kind;
 
+use crate::download_bar;
 use crate::flags::hub::HubArgs;
 use crate::folder::run_model::{Target, WhichArgs};
 
@@ -70,7 +70,7 @@ struct Source {
 }
 
 impl ModelArgs {
-    /// The model, checked.
+    /// Returns the model, with checked sizes.
     pub(crate) fn decoder(&self) -> anyhow::Result<Decoder> {
         let base = match &self.source {
             Source { model: Some(name), .. } => *self.find(name)?,
@@ -80,11 +80,11 @@ impl ModelArgs {
         Ok(Decoder::new(self.replace(base))?)
     }
 
-    /// A file, a folder, a preset, or a model on the hub.
+    /// Reads a model by its name: a folder, a file, a preset or a name on the hub, in this order.
     fn find(&self, name: &str) -> anyhow::Result<Decoder> {
         let path = Path::new(name);
         if path.is_dir() && !path.join(CONFIG).is_file() {
-            // The output folder of a training, or an adapter's.
+            // The output folder of a training or an adapter's folder names the model it belongs to.
             let target = Target::find(name, WhichArgs::default())?;
             if target.model != name {
                 return self.find(&target.model);
@@ -92,7 +92,7 @@ impl ModelArgs {
         }
         if path.is_dir() {
             let decoder = Decoder::read(&path.join(CONFIG))?;
-            // The files may have a head that config.json does not know of.
+            // The weights may have an output matrix although config.json ties it to the embedding.
             if Folder::open(path).is_ok_and(|folder| folder.has_own_head()) {
                 return Ok(Decoder::new(Sizes { tied: false, ..*decoder })?);
             }
@@ -110,7 +110,7 @@ impl ModelArgs {
             Ok(known) => return Ok(known),
             Err(unknown) => unknown,
         };
-        // A name on the hub has an owner.
+        // A name on the hub has an owner, so another name is a misspelt preset or folder.
         if !name.contains('/') {
             return Err(anyhow::anyhow!(
                 "{unknown}; there is no folder `{name}`, and a name on the hub has an owner, as Qwen/Qwen2.5-0.5B"
@@ -121,7 +121,7 @@ impl ModelArgs {
         Ok(Decoder::read(&folder.join(CONFIG))?)
     }
 
-    /// The folder of the model, where it is one, or the one of its config.json.
+    /// Returns the model's folder, or the folder of its `config.json`; `None` for a preset, a family or a name on the hub.
     pub(crate) fn folder(&self) -> Option<PathBuf> {
         let name = self.source.model.as_deref()?;
         let path = Path::new(name);
@@ -134,7 +134,7 @@ impl ModelArgs {
         folder.is_dir().then_some(folder)
     }
 
-    /// The dtype of the weights in the model's folder, or the one that its config.json names.
+    /// Returns the dtype of the weights in the model's folder; without weights, the dtype in its `config.json`.
     pub(crate) fn kind(&self) -> Option<Kind> {
         let folder = self.folder()?;
         let has_weights = std::fs::read_dir(&folder).ok()?.flatten().any(|entry| {
@@ -143,7 +143,7 @@ impl ModelArgs {
         if has_weights {
             return Folder::open(&folder).ok()?.kind().ok();
         }
-        // A folder with a config.json alone is a model, too.
+        // A folder without weights has the dtype in its config.json.
         let text = std::fs::read(folder.join(CONFIG)).ok()?;
         let config: serde_json::Value = serde_json::from_slice(&text).ok()?;
         match config.get("torch_dtype").or(config.get("dtype"))?.as_str()? {
@@ -153,7 +153,7 @@ impl ModelArgs {
         }
     }
 
-    /// A name for tables.
+    /// Returns a name for tables.
     pub(crate) fn name(&self) -> String {
         let source = match &self.source {
             Source { model: Some(name), .. } => name.clone(),
@@ -164,7 +164,7 @@ impl ModelArgs {
         if changed { source + " (sizes changed)" } else { source }
     }
 
-    /// Whether a size was given.
+    /// Returns whether a size flag is given.
     pub(crate) fn any_size(&self) -> bool {
         let sizes = [
             self.vocabulary,
@@ -180,6 +180,7 @@ impl ModelArgs {
         self.tied.is_some() || sizes.iter().any(Option::is_some)
     }
 
+    /// Returns the sizes of a family from flags and their defaults.
     fn all_sizes(&self, family: Family) -> anyhow::Result<Sizes> {
         let required = |value: Option<u64>, flag: &str| {
             value.with_context(|| format!("--family {} needs --{flag}", family.model_type()))
@@ -205,7 +206,8 @@ impl ModelArgs {
         })
     }
 
-    /// `base` with the sizes that were given. A head's width follows hidden size and heads, if it did so in `base`.
+    /// Replaces the sizes of `base` that have a flag. Sizes that follow others in `base` follow them in the result: the head's width (hidden
+    /// size / heads), KV heads (heads) and the embedding's width (hidden size).
     fn replace(&self, base: Sizes) -> Sizes {
         let hidden = self.hidden.unwrap_or(base.hidden);
         let heads = self.heads.unwrap_or(base.heads);

@@ -1,4 +1,4 @@
-//! `frugal plan parameters`
+//! `frugal plan parameters`: counts a model's parameters by part, and lists its tensors.
 
 use accounting::quantity::{count_text, grouped};
 use serde_json::json;

@@ -1,4 +1,4 @@
-//! `frugal runs show`.
+//! `frugal runs show`: prints the state, losses, memory, data, commands and versions of one training.
 
 use std::path::PathBuf;
 
@@ -26,6 +26,7 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
     let run = Summary::read(folder)?;
     let record = &run.record;
     let mut lines = training::lines(folder)?;
+    // The next command is the last of these lines; it is printed after the lines that are added here.
     let next = lines.pop();
     lines.push(("time", run.time(), json!(run.losses.seconds)));
     if let Some(best) = best_evaluation(folder) {
@@ -51,6 +52,7 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
     if let Some(outcome) = record.outcome.as_ref().filter(|outcome| outcome.peak_bytes > 0) {
         lines.push(("peak memory", bytes_text(outcome.peak_bytes), json!(outcome.peak_bytes)));
     }
+    // The data: the number of rows, and each file with its digest.
     for (name, split) in [("training data", &record.train), ("validation data", &record.validation)] {
         let files = split.files.iter().map(|file| {
             let digest =
@@ -63,6 +65,7 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
             lines.push((name, text.join(", "), serde_json::to_value(split)?));
         }
     }
+    // A run record without starts has neither commands nor versions nor a page.
     if !record.starts.is_empty() {
         let commands: Vec<&str> = record.starts.iter().map(|start| start.command.as_str()).collect();
         lines.push(("started with", commands.join("; "), serde_json::to_value(&record.starts)?));

@@ -19,15 +19,16 @@ use crate::output::figures::counted;
 
 use super::data_source::DataSource;
 
-/// Steps of a training by default.
+/// Default number of steps, without `training.steps` and `training.epochs`.
 const STEPS: u64 = 100;
-/// Tokens of the synthetic language.
+/// Default vocabulary size of the synthetic language.
 const SYNTHETIC_VOCABULARY: usize = 128;
 
 /// The opened data.
 pub(super) struct Data {
     /// The documents and their tokenizer; `None` for the synthetic language.
     pub(super) documents: Option<Documents>,
+    /// Training batches, without end unless epochs are set.
     pub(super) train: Box<dyn Batches>,
     pub(super) validation: Option<Box<dyn Batches>>,
     pub(super) vocabulary: i64,
@@ -90,6 +91,7 @@ struct Source<'a> {
 }
 
 impl Source<'_> {
+    /// Opens the synthetic language, with another seed for validation.
     fn synthetic(&self, device: Device) -> anyhow::Result<Data> {
         let Config { data, training, .. } = self.config;
         let seed = training.seed;
@@ -134,7 +136,7 @@ impl Source<'_> {
                 None => error.into(),
             }
         })?;
-        // The tokens.
+        // Read and tokenize the documents.
         let max_length = self.length;
         let documents = Documents::read(&DocumentConfig {
             train,
@@ -150,7 +152,7 @@ impl Source<'_> {
                 "--length {max_length}: the training data has {tokens} tokens; give at most that many, or more data"
             );
         }
-        // The loaders, and how many steps they have.
+        // Open the training batches and count their steps.
         let options = BatchConfig {
             batch_size: training.batch,
             max_length,
@@ -170,6 +172,7 @@ impl Source<'_> {
             (None, None) => STEPS,
         };
         let train = Box::new(LoaderBatches::new(source, &loader)?);
+        // Validation reads its documents once, in order.
         let sequential = |store: Arc<dyn Samples>| -> anyhow::Result<Box<dyn Batches>> {
             let options = BatchConfig { order: Order::Sequential, ..options };
             let source = Strategy::Standard.source(store, &options)?;
@@ -188,7 +191,7 @@ impl Source<'_> {
     }
 }
 
-/// Returns the steps of `epochs` epochs; accumulation crosses their ends.
+/// Returns the optimizer steps of `epochs` epochs. An accumulation that an epoch's end interrupts continues in the next epoch.
 fn steps(source: &dyn BatchSource, epochs: u64, accumulation: usize) -> u64 {
     let batches = (0..epochs).fold(0u64, |sum, epoch| sum.saturating_add(source.batches(epoch) as u64));
     batches.div_ceil(accumulation.max(1) as u64)

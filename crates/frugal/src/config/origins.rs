@@ -8,15 +8,15 @@ use serde_json::Value;
 use super::{Config, current_name};
 use crate::error::Result;
 
-/// The origin of a value that nobody gave.
+/// The origin of a value that no file and no flag sets.
 pub const DEFAULT: &str = "default";
 
-/// Origins by key, with its section: `optimizer.lr`.
+/// The origin of each value, such as `--lr` or `file my.toml`. Keys have their section: `optimizer.lr`.
 #[derive(Debug, Clone, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(transparent)]
 pub struct Origins(#[serde(deserialize_with = "under_current_names")] BTreeMap<String, String>);
 
-/// A run's record may be of an earlier version.
+/// Reads origins under the current names of their keys: an earlier version may have written the run's record.
 fn under_current_names<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> std::result::Result<BTreeMap<String, String>, D::Error> {
@@ -24,7 +24,7 @@ fn under_current_names<'de, D: Deserializer<'de>>(
     Ok(read.into_iter().map(|(key, origin)| (current_name(&key), origin)).collect())
 }
 
-/// Returns the values of a configuration by key, in the order of its sections. Those of a list stand together.
+/// Returns the values of a configuration by key, in the order of its sections. A list is one value.
 ///
 /// # Errors
 /// A value that JSON cannot express.
@@ -33,7 +33,7 @@ pub fn values(config: &Config) -> Result<Vec<(String, Value)>> {
     Ok(leaves(&value))
 }
 
-/// Returns the values within a value by key.
+/// Returns the leaves of a JSON value by key; a null is left out.
 pub(crate) fn leaves(value: &Value) -> Vec<(String, Value)> {
     let mut all = Vec::new();
     flatten("", value.clone(), &mut all);
@@ -62,7 +62,7 @@ impl Origins {
         self.0.contains_key(key)
     }
 
-    /// Forgets the origins of other keys than these.
+    /// Removes the origins of the keys that `is_kept` refuses.
     pub fn retain(&mut self, is_kept: impl Fn(&str) -> bool) {
         self.0.retain(|key, _| is_kept(key));
     }
@@ -98,7 +98,7 @@ impl Origins {
             }
             text.push('\n');
         }
-        // What looks like a line of TOML may stand within a text.
+        // A line within a multi-line string may look like a key, and a comment there would change the string.
         Ok(if text.parse::<Config>().is_ok_and(|read| read == *config) { text } else { plain })
     }
 }
@@ -108,7 +108,7 @@ fn keys_of_lines(text: &str) -> impl Iterator<Item = (Option<String>, &str)> {
     let (mut section, mut in_text) = (String::new(), false);
     text.lines().map(move |line| {
         let key = line.split_once(" = ").map(|(key, _)| key.trim_matches('"')).filter(|_| !in_text);
-        // A text of several lines has its key on the first of them.
+        // A multi-line string has its key on its first line, where no comment may follow.
         in_text ^= (line.matches("\"\"\"").count() + line.matches("'''").count()) % 2 == 1;
         if let Some(name) = line.strip_prefix('[').and_then(|line| line.strip_suffix(']')) {
             section = format!("{name}.");
@@ -118,7 +118,7 @@ fn keys_of_lines(text: &str) -> impl Iterator<Item = (Option<String>, &str)> {
     })
 }
 
-/// A comment cannot hold control characters.
+/// Replaces control characters, which a TOML comment cannot contain, by blanks.
 fn one_line(c: char) -> char {
     if c.is_control() { ' ' } else { c }
 }

@@ -1,4 +1,7 @@
-//! Rows of plain text.
+//! Rows of plain text, in which every token counts in the loss.
+//!
+//! A text of tokens t₀ t₁ … is divided into rows of L tokens: t₀ … t_{L−1}, then t_{L−1} … t_{2L−2}, and so on. A row's last token is the
+//! first of the next row, so that each token after the first is predicted once.
 
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
@@ -9,8 +12,7 @@ use super::encoder::RowEncoder;
 use super::prepare::writer;
 use crate::error::{Error, Result};
 
-/// Reads rows from plain text, each as long as possible, and passes them to `each`, until that breaks. A row's last token is the first of
-/// the next. The text is encoded [in pieces](dataloading::Tokenizer::encode_file), so a file may be larger than memory.
+/// Reads rows from a text file and passes them to `each` until it breaks. The text is encoded [in pieces](dataloading::Tokenizer::encode_file), so a file may be larger than memory.
 ///
 /// # Errors
 /// No text; a longest row of fewer than 2 tokens; a token beyond the model's vocabulary; the first error of `each`.
@@ -28,7 +30,7 @@ pub fn text<E: From<Error> + From<dataloading::Error>>(
         );
     }
     let (mut row, mut count, mut is_over) = (Vec::new(), 0_usize, false);
-    // A full row is passed on when there is a token for the next.
+    // Passes a full row on only when another token follows, because the next row has to predict one.
     let mut add = |id: u32, row: &mut Vec<i64>| -> Result<ControlFlow<()>, E> {
         if row.len() == longest {
             let full = std::mem::replace(row, row[longest - 1..].to_vec());
@@ -37,6 +39,7 @@ pub fn text<E: From<Error> + From<dataloading::Error>>(
         row.push(i64::from(id));
         Ok(if is_over { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
     };
+    // Adds tokens, and refuses those beyond the vocabulary.
     let mut add_all = |ids: &[u32], row: &mut Vec<i64>| -> Result<ControlFlow<()>, E> {
         for id in ids {
             if *id as usize >= options.vocabulary {
@@ -53,7 +56,7 @@ pub fn text<E: From<Error> + From<dataloading::Error>>(
         }
         Ok(ControlFlow::Continue(()))
     };
-    // A text that has them already gets no second begin or end.
+    // The begin and end tokens are added unless the text has them already.
     let mut begin = options.begin;
     let mut is_broken = false;
     encoder.tokenizer().encode_file(path, |ids| -> Result<ControlFlow<()>, E> {
@@ -71,6 +74,7 @@ pub fn text<E: From<Error> + From<dataloading::Error>>(
     if is_broken || !is_ended && add_all(&[options.end], &mut row)?.is_break() {
         return Ok(());
     }
+    // The begin and the end token alone are not a text.
     if count < 3 {
         return Err(Error::File { path: path.to_owned(), reason: "no text in it".to_owned() }.into());
     }

@@ -1,8 +1,8 @@
-//! Operands packed into panels of 32-bit words, as AVX-512 and AMX multiply them.
+//! Packs the operands of a matrix product into panels of 32-bit words, the layout that the AVX-512 and AMX kernels read.
 //!
-//! A word holds an element in fp32, cast from its dtype, or a pair of bf16 along k ([`Word`]). A panel of `width` lines of an operand
-//! `[lines, depth]` has the words of all its lines at one position of k one after another, position after position: `[words of k, width]`,
-//! those beyond the matrix zero.
+//! A word holds one element in fp32, cast from its dtype, or two bf16 elements that are neighbours along k ([`Word`]). An operand is
+//! `[lines, depth]`: its lines are rows of a or columns of b, and its depth is k. A panel has `width` lines and the layout
+//! `[words of k, width]`: for each word of k, the words of all lines. Words beyond the matrix are zero.
 
 use std::arch::x86_64::*;
 
@@ -11,9 +11,10 @@ use half::f16;
 use super::{Matrix, STEP};
 use crate::simd::{prefetch, prefetch_line};
 
-/// Bytes from a load to the prefetch in the same line.
+/// Distance of the prefetch from the load, in bytes along a line.
 const AHEAD: usize = 128;
-/// Rows from a load to the prefetch, in words of k: rows of a wide matrix lie in pages of their own, which the processor does not foresee.
+/// Distance of the prefetch from the load, in words of k, if each k is a row of memory. The rows of a wide matrix lie in different pages,
+/// and the hardware prefetcher does not cross pages.
 const ROWS_AHEAD: usize = 8;
 
 /// The contents of a 32-bit word.
@@ -22,19 +23,20 @@ pub(super) trait Word {
     /// Elements of k in a word.
     const ELEMENTS: usize;
 
-    /// 16 words of one line, along k; those without a bit in the mask are zero.
+    /// Loads 16 words of one line, which follow each other along k. Words without a bit in `mask` are zero.
     ///
     /// # Safety
-    /// The elements of the words in the mask lie at `at`; the processor has AVX-512 F, BW and VL.
+    /// `at` points to the elements of the words in `mask`; the processor has AVX-512 F, BW and VL.
     unsafe fn along(at: *const Self::Element, mask: __mmask16) -> __m512i;
 
-    /// Words of 16 lines, from a row of memory for each element of a word. Those without a bit in a row's mask are zero.
+    /// Loads one word of each of 16 lines. `rows` has a row of memory for each element of a word; elements without a bit in their row's
+    /// mask are zero.
     ///
     /// # Safety
     /// As [`Word::along`], for each row.
     unsafe fn across(rows: [*const Self::Element; 2], masks: [__mmask16; 2]) -> __m512i;
 
-    /// Returns the word of one or two elements.
+    /// Packs one or two elements into a word; a missing second element is zero.
     fn word(first: Self::Element, second: Option<Self::Element>) -> u32;
 }
 
@@ -118,7 +120,7 @@ cast!(
     |one| f16::from_bits(one).to_f32().to_bits()
 );
 
-/// The words of an operand, in memory that grows as needed and is kept. They begin with a cache line, so that no vector lies in two.
+/// A buffer for packed words, which grows as needed and is reused. It is aligned to cache lines, so that no vector crosses two of them.
 pub(crate) struct Words(Vec<Line>);
 
 #[repr(C, align(64))]
@@ -130,13 +132,13 @@ impl Words {
         Self(Vec::new())
     }
 
-    /// That many words, whatever they hold.
+    /// Returns `count` words; their values are unspecified.
     pub(crate) fn words(&mut self, count: usize) -> &mut [u32] {
         let lines = count.div_ceil(STEP);
         if self.0.len() < lines {
             self.0.resize(lines, Line([0; STEP]));
         }
-        // SAFETY: a line is sixteen words, without padding.
+        // SAFETY: a line is sixteen words without padding, and `self.0` has at least `count` words.
         unsafe { std::slice::from_raw_parts_mut(self.0.as_mut_ptr().cast(), count) }
     }
 }
@@ -144,7 +146,7 @@ impl Words {
 /// Packs a matrix `[lines, depth]` into panels of `width` lines, 8 or a multiple of 16; `packed` has the words of that many panels.
 ///
 /// # Safety
-/// The elements are of this type, in memory that lives; the processor has AVX-512 F, BW and VL.
+/// `from` is a matrix of `W::Element` in live memory; the processor has AVX-512 F, BW and VL.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 pub(super) unsafe fn pack<W: Word>(
     from: Matrix,
@@ -163,7 +165,7 @@ pub(super) unsafe fn pack<W: Word>(
     }
 }
 
-/// Packs a panel's first `count` lines. Where those are fewer than the panel's, the others' words may become zero or stay.
+/// Packs the first `count` lines of a panel. The words of its other lines are unspecified afterwards: zero or unchanged.
 ///
 /// # Safety
 /// As [`pack`].
@@ -179,12 +181,12 @@ pub(super) unsafe fn pack_panel<W: Word>(from: Matrix, size: [usize; 2], width: 
     }
 }
 
-/// Returns the first `count` of 16.
+/// Returns the mask of the first `count` of 16 words.
 pub(super) fn mask(count: usize) -> __mmask16 {
     ((1u32 << count.min(STEP)) - 1) as __mmask16
 }
 
-/// Packs a panel whose lines are dense across.
+/// Packs a panel of a matrix with row stride 1, whose lines are neighbours in memory.
 ///
 /// # Safety
 /// As [`pack`].
@@ -208,7 +210,7 @@ unsafe fn interleave<W: Word>(from: Matrix, [count, depth]: [usize; 2], width: u
     }
 }
 
-/// Packs a panel whose lines are dense along k: blocks of 16 lines and 16 words, transposed in registers.
+/// Packs a panel of a matrix with column stride 1, whose lines are contiguous: transposes blocks of 16 lines and 16 words in registers.
 ///
 /// # Safety
 /// As [`pack`].
@@ -245,7 +247,7 @@ unsafe fn transpose<W: Word>(from: Matrix, [count, depth]: [usize; 2], width: us
     }
 }
 
-/// Transposes 16 × 16 words.
+/// Transposes 16 × 16 words in four steps. After them a register has words of 2, 4, 8 and 16 lines.
 #[target_feature(enable = "avx512f")]
 pub(super) fn transposed(lines: [__m512i; STEP]) -> [__m512i; STEP] {
     let by_two: [__m512i; STEP] = std::array::from_fn(|at| {
@@ -270,7 +272,7 @@ pub(super) fn transposed(lines: [__m512i; STEP]) -> [__m512i; STEP] {
     })
 }
 
-/// Packs a panel of any strides.
+/// Packs a panel of a matrix with any strides, element by element.
 ///
 /// # Safety
 /// As [`pack`].

@@ -1,4 +1,4 @@
-//! Products of vectors and a weight, both in bf16, by AMX's tiles.
+//! Products of up to 16 vectors with a weight, both in bf16, by AMX tiles.
 //!
 //! ```text
 //! for each 32 rows of the weight
@@ -6,11 +6,11 @@
 //!         load two tiles of 16 rows from the weight as it is stored, and a tile of pairs of all vectors; multiply, add
 //! ```
 //!
-//! The rows' next 32 are prefetched meanwhile, in the order of memory: tiles read 16 rows at a time, which the processor does not foresee.
-//! An element of the result is summed 32 columns at a time, whatever the other vectors and rows are. The instruction treats subnormal
-//! numbers as zero.
+//! Meanwhile the next 32 rows are prefetched in the order of memory, because a tile reads 16 rows at a time, an order that the hardware
+//! prefetcher does not follow. An element of the result is summed 32 columns at a time, so its bits do not depend on the other vectors and
+//! rows. The instruction treats subnormal numbers as zero.
 //!
-//! Source: Intel's manual of instructions, `TDPBF16PS`.
+//! Source: Intel 64 and IA-32 Architectures Software Developer's Manual, `TDPBF16PS`.
 
 use std::arch::asm;
 
@@ -37,8 +37,8 @@ pub(super) fn applies(vectors: usize, rows: usize) -> bool {
     vectors <= VECTORS && rows >= GROUP
 }
 
-/// Computes the results of all rows: `multiply(start, end)` multiplies the [`GROUP`] rows from `start` on, with tiles configured; rows from
-/// `end` on are another thread's.
+/// Computes the results of all rows, which are at least [`GROUP`]. `multiply(start, end)` returns the sums of the [`GROUP`] rows from `start`
+/// on; it runs with tiles configured, and rows from `end` on belong to another thread. The processor must have AMX.
 pub(crate) fn for_groups(results: &Results, multiply: impl Fn(usize, usize) -> Sums + Sync) -> Result<()> {
     let [vectors, rows] = results.size();
     let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1).max(1);
@@ -46,7 +46,7 @@ pub(crate) fn for_groups(results: &Results, multiply: impl Fn(usize, usize) -> S
     let rows_per_task = rows.div_ceil(threads).next_multiple_of(GROUP);
     parallel::for_each(rows.div_ceil(rows_per_task), |task| {
         let task_rows = task * rows_per_task..rows.min((task + 1) * rows_per_task);
-        // SAFETY: whoever multiplies here knows that the processor has tiles.
+        // SAFETY: `amx::is_there`: the callers run only if `processor` chose `Bf16Instructions::Tiles`, which it does under that condition.
         let _tiles = unsafe { Tiles::configure() };
         let mut sums = vec![0f32; vectors * task_rows.len()];
         for first in task_rows.clone().step_by(GROUP) {
@@ -60,14 +60,15 @@ pub(crate) fn for_groups(results: &Results, multiply: impl Fn(usize, usize) -> S
             }
         }
         for (vector, sums) in sums.chunks_exact(task_rows.len()).enumerate() {
-            // SAFETY: both are among the results, and no other task has these rows.
+            // SAFETY: the vector and the rows are within the results, and no other task writes these rows.
             unsafe { results.put(vector, task_rows.start, sums) };
         }
     })
 }
 
-/// Computes the products of all rows. The weight is in bf16, with rows of `words` pairs, as the vectors are.
+/// Computes the products of all rows of a bf16 weight with the vectors `x`. Rows and vectors have `words` pairs of elements.
 pub(super) fn run(weight: Rows, words: usize, x: &[&[u32]], results: &Results) -> Result<()> {
+    // The vectors in tiles: a row of a tile has one pair of each vector.
     let mut packed = Words::new();
     let packed = packed.words(words.div_ceil(TILE) * WORDS);
     packed.fill(0);
@@ -78,7 +79,7 @@ pub(super) fn run(weight: Rows, words: usize, x: &[&[u32]], results: &Results) -
     }
     let x = Vectors { tiles: packed, words };
     for_groups(results, |start, end| {
-        // SAFETY: that many rows lie in the CPU tensor of the weight, which outlives the call; the tiles are configured.
+        // SAFETY: the rows are in the CPU tensor of the weight, which outlives the call; the tiles are configured.
         unsafe { x.multiply(weight, start, end) }
     })
 }

@@ -1,17 +1,18 @@
-//! Attention within a sliding window: by a kernel on the CPU, else in chunks of queries.
+//! Causal attention of one document, within a sliding window if the model has one: by a kernel on the CPU, else in chunks of queries.
+//!
+//! A chunk of c queries sees at most w − 1 + c keys with a window w, so the scores take t·(w − 1 + c) elements per head instead of t².
 
-use kernels::attention::{self as fused, CausalOptions};
-use kernels::attention::{ScaledDotProductOptions, scaled_dot_product};
+use kernels::attention::{self as fused, CausalOptions, ScaledDotProductOptions, scaled_dot_product};
 use tch::Tensor;
 
 use super::AttentionConfig;
 use super::explicit::{band, of_heads};
 
-/// Bounds of the queries of a chunk: fewer make products too small, more read keys that no query attends to.
+/// Bounds of the queries per chunk: with fewer the products are too small, with more they multiply many keys outside the window.
 const CHUNK: [i64; 2] = [64, 512];
 
-/// Attention of `q` `[b, heads, t, head]` over `k` and `v` `[b, kv_heads, t, head]`, one document, within the window if there is
-/// one.
+/// Returns the attention `[b, heads, t, head]` of `q` `[b, heads, t, head]` over `k` and `v` `[b, kv_heads, t, head]`, with one document per
+/// row.
 pub(crate) fn over_window(
     q: &Tensor,
     k: &Tensor,
@@ -24,38 +25,39 @@ pub(crate) fn over_window(
         return fused::causal_attention(q, k, v, CausalOptions { scale, window, cap });
     }
     let Some(window) = options.window.filter(|&window| window < sequence) else {
-        return of_chunk(q, k, v, None, options);
+        return attend(q, k, v, None, options);
     };
     let chunk = (window / 2).clamp(CHUNK[0], CHUNK[1]);
-    // The first queries see every key before them, so that they need no mask.
+    // The first `window` queries see every key before them, so they need no mask.
     let mut lengths = vec![window];
     let mut left = sequence - window;
     while left > 0 {
         lengths.push(left.min(chunk));
         left -= left.min(chunk);
     }
-    // One split has one backward, which concatenates.
+    // One split has one backward, which concatenates; narrow would add a full-size gradient for each chunk.
     let queries = q.f_split_with_sizes(&lengths, 2)?;
     let mask = band([chunk, window - 1 + chunk], window - 1, Some(window), q)?;
+    // A row of the mask is a query of the chunk, and its columns are the keys from window − 1 before the chunk on.
     let (mut parts, mut start) = (Vec::with_capacity(queries.len()), 0);
     for (q, length) in queries.iter().zip(lengths) {
         let from = (start - (window - 1)).max(0);
         let keys = start + length - from;
         let (k, v) = (k.f_narrow(2, from, keys)?, v.f_narrow(2, from, keys)?);
         let mask = if start == 0 { None } else { Some(mask.f_narrow(0, 0, length)?.f_narrow(1, 0, keys)?) };
-        parts.push(of_chunk(q, &k, &v, mask.as_ref(), options)?);
+        parts.push(attend(q, &k, &v, mask.as_ref(), options)?);
         start += length;
     }
     Ok(Tensor::f_cat(&parts, 2)?)
 }
 
-/// Whether the kernel of this project computes it, with windows, caps and groups.
+/// Returns whether the kernel of `kernels` computes this attention. It supports windows, soft caps and grouped heads, but no dropout.
 pub(crate) fn has_kernel(q: &Tensor, options: &AttentionConfig) -> bool {
     options.dropout == 0.0 && fused::takes(q.device(), q.kind())
 }
 
-/// Attention over the keys of a mask, or causal attention.
-fn of_chunk(
+/// Returns the attention over the keys that `mask` allows, or causal attention without a mask.
+fn attend(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,

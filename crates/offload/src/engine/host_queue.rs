@@ -1,4 +1,10 @@
-//! Updates of layers on the host thread, in this order: loads that are already queued, `after`, the update, `updated`.
+//! Queues the update of a layer's host tensors, such as an optimizer step, on the host thread.
+//!
+//! ```text
+//! queued loads of old values ──► events in `after` ──► update ──► `updated` ──► next load of the layer
+//! ```
+//!
+//! The loads go through two queues: the feeder, a host thread, submits them to the prefetch stream.
 
 use std::sync::Arc;
 
@@ -12,9 +18,12 @@ use crate::schedule::Direction;
 use crate::trace::StreamKind;
 
 impl Engine {
-    /// Queues an update of a layer's host tensors on the host thread, after `after` and after every load that is already
-    /// queued. Slots with the layer are stale from here on. `updated_early` lists tensors that are updated before the rest of the
-    /// model. Returns the event that marks the end of the update.
+    /// Queues `work`, the update of a layer's host tensors, on the host thread. It runs after the events in `after` and after every load that
+    /// is already queued. Slots that contain the layer are stale from this call on. `updated_early` lists the tensors that are updated
+    /// before the rest of the model. Returns the event that marks the end of the update.
+    ///
+    /// # Errors
+    /// Errors of the device and of its streams. An error of `work` is reported by the host thread.
     pub(crate) fn submit_update(
         &self,
         layer: usize,

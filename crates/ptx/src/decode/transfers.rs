@@ -1,4 +1,7 @@
-//! Loads, stores, copies, and what the threads of a block or a warp do together.
+//! Decodes loads, stores and copies, and the instructions of several threads: barriers, shuffles and votes.
+//!
+//! `words` are an instruction's name and modifiers, split at the dots: `ld.global.v4.f32` is `[ld, global, v4, f32]`. An unknown form is an
+//! error, so that a kernel is interpreted completely or not at all.
 
 use super::{Decoded, Decoder, operands_expected, scalar};
 use crate::instruction::{Access, Class, Operation, Register, Shuffle, Space, Vote};
@@ -28,7 +31,7 @@ const HINTS: [&str; 17] = [
 ];
 
 impl Decoder<'_> {
-    /// `ld` and `st`.
+    /// Decodes `ld` and `st`, of one register or of a vector of 2 or 4.
     pub(super) fn transfer(&mut self, words: &[&str], operands: &[Operand]) -> Decoded {
         let is_load = words[0] == "ld";
         let (mut space, mut count, mut non_coherent) = (Space::Generic, 1, false);
@@ -49,6 +52,7 @@ impl Decoder<'_> {
         if non_coherent && space != Space::Global {
             return Err("`nc` is for global memory".into());
         }
+        // A load is `register, [address]`, a store `[address], register`.
         let [first, second] = operands else { return Err(operands_expected(2)) };
         let (data, address) = if is_load { (first, second) } else { (second, first) };
         let Operand::Address(base, offset) = address else {
@@ -72,6 +76,7 @@ impl Decoder<'_> {
         Ok((Operation::Store { access, from }, class))
     }
 
+    /// Decodes `ld.param`: reads an argument of the kernel, at a fixed or a computed offset.
     fn argument(&mut self, scalar: Scalar, operands: &[Operand]) -> Decoded {
         let (to, address, offset) = match operands {
             [to, Operand::Parameter(offset)] => (to, None, *offset as i64),
@@ -84,7 +89,7 @@ impl Decoder<'_> {
         Ok((Operation::Parameter { to, address, offset, scalar }, Class::Control))
     }
 
-    /// `cp.async`: copies to shared memory that go on by themselves.
+    /// Decodes `cp.async`: asynchronous copies from global to shared memory, and the waits for them.
     pub(super) fn asynchronous(&mut self, words: &[&str], operands: &[Operand]) -> Decoded {
         match (words, operands) {
             (["cp", "async", "commit_group"], []) => Ok((Operation::CommitCopies, Class::Control)),
@@ -115,7 +120,7 @@ impl Decoder<'_> {
         }
     }
 
-    /// `mov`, in all its forms; some build a value of parts.
+    /// Decodes `mov`: a copy of a register, or one that packs several registers into one or unpacks one into several.
     pub(super) fn copy(&mut self, words: &[&str], operands: &[Operand]) -> Decoded {
         let (&["mov", last], [to, from]) = (words, operands) else { return Err("unknown".into()) };
         let scalar = scalar(Some(&last))?;
@@ -135,7 +140,8 @@ impl Decoder<'_> {
         Ok((operation, Class::Integer))
     }
 
-    /// `cvta`: generic addresses are those of global memory; shared memory has a window in them.
+    /// Decodes `cvta`, which converts between generic addresses and those of a memory space. Here a generic address equals the global one, and
+    /// shared memory begins at [`SHARED_WINDOW`].
     pub(super) fn address(&mut self, words: &[&str], operands: &[Operand]) -> Decoded {
         let [to, from] = operands else { return Err(operands_expected(2)) };
         let (to, from) = (self.destination(to)?, self.input(from, Scalar::Unsigned(8))?);
@@ -153,6 +159,7 @@ impl Decoder<'_> {
         Ok((operation, Class::Integer))
     }
 
+    /// Decodes `bar.sync`, of a block, and `bar.warp.sync`.
     pub(super) fn barrier(&mut self, words: &[&str], operands: &[Operand]) -> Decoded {
         let operation = match (words, operands) {
             (["bar", "sync"] | ["barrier", "sync", "aligned"], [Operand::Constant(0)]) => Operation::Barrier,
@@ -164,6 +171,7 @@ impl Decoder<'_> {
         Ok((operation, Class::Control))
     }
 
+    /// Decodes `shfl.sync`: reads a register of another thread of the warp.
     pub(super) fn shuffle(&mut self, words: &[&str], operands: &[Operand]) -> Decoded {
         let ["shfl", "sync", mode, "b32"] = words else { return Err("unknown".into()) };
         let mode = match *mode {
@@ -183,6 +191,7 @@ impl Decoder<'_> {
         Ok((Operation::Shuffle { mode, to, valid, value, by, clamp, mask }, Class::Shuffle))
     }
 
+    /// Decodes `activemask` and `vote.sync`.
     pub(super) fn vote(&mut self, words: &[&str], operands: &[Operand]) -> Decoded {
         let operation = match (words, operands) {
             (["activemask", "b32"], [to]) => Operation::ActiveMask { to: self.destination(to)? },

@@ -48,7 +48,7 @@ impl Checkpoint {
     /// Runs the segment `f` on `inputs`.
     ///
     /// # Errors
-    /// What `f` returns. In backward: what `f` returns then, layers with other [`Settings`] than the first time, or a backward for
+    /// Errors of `f`. In backward: errors of its second run, layers with other [`Settings`] than the first time, or a backward for
     /// chosen inputs only ([`grad`](super::grad)), which would give captured
     /// weights no gradient.
     pub fn run<F, const INPUTS: usize, const OUTPUTS: usize>(

@@ -1,26 +1,27 @@
-//! One run, cut into phases.
+//! A timer that divides a measured run into phases, such as forward and backward.
 
 use tch::Device;
 
 use crate::device::{self, Event, Stream};
 use crate::error::Result;
 
-/// The current run. [`end`](PhaseTimer::end) divides its time.
+/// Times the phases of a run, each of which ends with [`end`](PhaseTimer::end). The times are between events on the device's stream, so
+/// that the host does not wait between phases.
 #[derive(Debug)]
 pub struct PhaseTimer {
     device: Device,
     /// The stream of this thread's operations.
     stream: Stream,
-    /// One for each cut, the first at the start; reused over the runs.
+    /// The event at the start and the event of each cut, reused over the runs.
     events: Vec<Event>,
-    /// The phase before each cut; `None` for the rest of the run.
+    /// The phase that each cut ends; `None` for the part of the run after the last phase.
     cuts: Vec<Option<&'static str>>,
 }
 
 /// Seconds of one run.
-pub(super) struct Pieces {
+pub(super) struct RunTimes {
     pub(super) total: f64,
-    /// In the order of their first end; a phase that ended twice has the sum.
+    /// Seconds by phase, in the order in which phases first ended; a phase that ended twice has the sum.
     pub(super) phases: Vec<(&'static str, f64)>,
 }
 
@@ -47,27 +48,29 @@ impl PhaseTimer {
     }
 
     /// Waits for the end of the run and reads the clock.
-    pub(super) fn finish(&mut self) -> Result<Pieces> {
+    pub(super) fn finish(&mut self) -> Result<RunTimes> {
         self.cut(None)?;
         self.events[self.cuts.len()].synchronize()?;
-        let mut pieces = Pieces { total: 0.0, phases: Vec::new() };
+        let mut times = RunTimes { total: 0.0, phases: Vec::new() };
         for (index, phase) in self.cuts.iter().enumerate() {
             let seconds = self.events[index].elapsed(&self.events[index + 1])?;
-            pieces.total += seconds;
+            times.total += seconds;
             let Some(name) = *phase else { continue };
-            match pieces.phases.iter_mut().find(|(other, _)| *other == name) {
+            match times.phases.iter_mut().find(|(other, _)| *other == name) {
                 Some((_, sum)) => *sum += seconds,
-                None => pieces.phases.push((name, seconds)),
+                None => times.phases.push((name, seconds)),
             }
         }
-        Ok(pieces)
+        Ok(times)
     }
 
+    /// Ends a phase, or the rest of the run.
     fn cut(&mut self, phase: Option<&'static str>) -> Result<()> {
         self.cuts.push(phase);
         self.record(self.cuts.len())
     }
 
+    /// Records the event `index` on the stream, and creates it in the first run.
     fn record(&mut self, index: usize) -> Result<()> {
         if index == self.events.len() {
             self.events.push(Event::new(self.device)?);

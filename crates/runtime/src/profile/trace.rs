@@ -1,4 +1,6 @@
-//! Kineto traces.
+//! Kineto traces: a session records the operators, autograd nodes and ranges of all threads, and saves them as JSON for Perfetto.
+//!
+//! Unlike `torch.profiler` it has no schedule of steps: it records from [`Trace::start`] to [`Trace::save`].
 
 use std::fs::File;
 use std::marker::PhantomData;
@@ -11,15 +13,15 @@ use crate::sys::profile as sys;
 /// Kineto records for one session at a time in a process.
 static RUNNING: AtomicBool = AtomicBool::new(false);
 
-/// What a [`Trace`] records in addition to the times of operators and ranges.
+/// Options of a [`Trace`]: what to record besides the times of operators and ranges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TraceConfig {
-    /// The kernels and copies of CUDA devices, if any.
+    /// Whether to record the kernels and copies of CUDA devices, if there are any.
     pub cuda: bool,
-    /// The shapes of operators' inputs.
+    /// Whether to record the shapes of operators' inputs.
     pub shapes: bool,
-    /// Every allocation and release of the thread that starts the trace and of the autograd engine, as `[memory]` events
-    /// with bytes.
+    /// Whether to record each allocation and release of the thread that starts the trace and of the autograd engine, as `[memory]`
+    /// events with bytes.
     pub memory: bool,
 }
 
@@ -31,8 +33,7 @@ impl Default for TraceConfig {
 
 /// A profiling session, which records all threads until it is saved or dropped.
 ///
-/// It has operators, ranges and autograd nodes of all threads, including those of the autograd engine. It must stay on
-/// the thread that started it.
+/// The threads of the autograd engine are included. A session must stay on the thread that started it.
 #[derive(Debug)]
 #[must_use = "a trace that is dropped at once records nothing"]
 pub struct Trace {
@@ -50,7 +51,9 @@ impl Trace {
             return Err(Error::invalid("Trace::start", reason));
         }
         let TraceConfig { cuda, shapes, memory } = options;
-        if let Err(error) = sys::start_trace(cuda && crate::device::cuda_count()? > 0, shapes, memory) {
+        let started = crate::device::cuda_count()
+            .and_then(|devices| sys::start_trace(cuda && devices > 0, shapes, memory));
+        if let Err(error) = started {
             RUNNING.store(false, Ordering::Release);
             return Err(error);
         }
@@ -63,7 +66,7 @@ impl Trace {
     /// # Errors
     /// [`Error::Io`] if the file cannot be written; the trace is lost then. [`Error::Torch`] if libtorch fails.
     pub fn save(mut self, path: &Path) -> Result<()> {
-        // Kineto only logs a failed write.
+        // Kineto only logs a failed write. So the file is created here first, and its size is checked at the end.
         let io = |cause| Error::Io { path: path.to_owned(), cause };
         let writable = File::create(path).map_err(io);
         let result = self.running.stop()?;

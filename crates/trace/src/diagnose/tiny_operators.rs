@@ -1,4 +1,4 @@
-//! Operators so small that calling them takes longer than their work.
+//! Finds steps of operators so small that calling them takes longer than their work.
 
 use super::view::View;
 use super::{Detector, Evidence};
@@ -13,12 +13,13 @@ pub(super) const DETECTOR: Detector = Detector {
 
 /// Seconds below which the call costs as much as the work.
 const TINY: f64 = 20e-6;
-/// The minimum share of a step at stake.
-const SHARE: f64 = 0.25;
-/// The minimum number of operators.
-const FEWEST: f64 = 16.0;
+/// The minimum share of a step in and around small operators.
+const MIN_SHARE: f64 = 0.25;
+/// The minimum number of operators in a step.
+const MIN_COUNT: f64 = 16.0;
 
-/// Seconds between operators that the program called in quick succession, by step; a longer pause has other causes.
+/// Returns, for each step, the seconds between outermost operators of its thread. Gaps of [`TINY`] and more have other causes and do not
+/// count.
 fn gaps(view: &View<'_>) -> Vec<f64> {
     let mut seconds_by_step = vec![0.0; view.timeline.steps.len()];
     let mut outer: Vec<(usize, i64, i64)> = view
@@ -38,6 +39,8 @@ fn gaps(view: &View<'_>) -> Vec<f64> {
     seconds_by_step
 }
 
+/// Compares the median length of kernels (on CUDA) or of computing operators (else) with [`TINY`], and the share of the step at stake with
+/// [`MIN_SHARE`]: on CUDA the device's idle share, else small operators, the gaps between them and the host's own time.
 fn detect(view: &View<'_>) -> Option<Evidence> {
     let step = view.composition.median;
     let mut tally = view.tally();
@@ -51,8 +54,9 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
             })
             .collect()
     } else {
-        let works = view.in_steps().filter(|(_, seen)| seen.context.works);
-        works
+        // Operators that compute, not those that only call them.
+        let computing = view.in_steps().filter(|(_, seen)| seen.context.works);
+        computing
             .map(|(index, seen)| {
                 let length = seen.seconds();
                 tally.add(index, 0.0);
@@ -63,17 +67,17 @@ fn detect(view: &View<'_>) -> Option<Evidence> {
             })
             .collect()
     };
-    let middle = median(lengths.into_iter());
+    let median_length = median(lengths.into_iter());
     let share = match step.device {
         Some(device) => device.idle_share,
         None => tally.share() + (median(gaps(view).into_iter()) + step.host_seconds) / step.seconds,
     };
-    let what = if view.profile.cuda { "kernels" } else { "operators" };
-    (tally.count() >= FEWEST && middle < TINY && share >= SHARE).then(|| Evidence {
+    let unit = if view.profile.cuda { "kernels" } else { "operators" };
+    (tally.count() >= MIN_COUNT && median_length < TINY && share >= MIN_SHARE).then(|| Evidence {
         evidence: format!(
-            "{} {what} in a step, half of them shorter than {:.1} µs, with {:.1} % of the step in and around the small ones",
+            "{} {unit} in a step, half of them shorter than {:.1} µs, with {:.1} % of the step in and around the small ones",
             tally.count(),
-            1e6 * middle,
+            1e6 * median_length,
             100.0 * share
         ),
         per_step: tally.count(),

@@ -1,4 +1,5 @@
-//! Blocks, and parts of blocks, that follow a switchable plan.
+//! Wrappers of blocks, and of their attention and MLP, that read their layer's activation plan from a [`Switch`] in each forward, and run as
+//! checkpoint segments if the plan says so.
 
 use std::sync::Arc;
 
@@ -51,9 +52,10 @@ impl Module for SwitchedBlock {
 impl Block for SwitchedBlock {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let plan = self.switch.get();
-        let whole =
+        // These plans keep everything, or recompute a part, which [`Switched`] does.
+        let runs_without_segment =
             matches!(plan, LayerPlan::KeepAll | LayerPlan::RecomputeMlp | LayerPlan::RecomputeAttention);
-        if whole || !self.block.records(x_btd) {
+        if runs_without_segment || !self.block.records(x_btd) {
             return self.block.shared().run(|block| block.forward(x_btd, context));
         }
         let segment = segment(&self.block, context, |block, x, context| block.forward(x, context));
@@ -69,12 +71,12 @@ impl Block for SwitchedBlock {
     }
 }
 
-/// A kind of part of a block which one of the plans recomputes alone.
+/// A part of a block, attention or MLP, that one of the plans recomputes alone.
 pub(super) trait Part: Module + Replaceable + 'static {
-    /// That plan.
+    /// The plan that recomputes this part alone.
     const RECOMPUTED_BY: LayerPlan;
 
-    /// The part's own forward.
+    /// Runs the part's forward.
     fn compute(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor>;
 }
 
@@ -138,7 +140,7 @@ impl Mlp for Switched<dyn Mlp> {
         self.run(x, context)
     }
 
-    /// Nothing that can be replaced: the switch would be lost.
+    /// Returns no function by which a technique replaces an MLP: the replacement would lose the switch.
     fn function(&self) -> MlpFunction {
         match self.part.shared().run(|mlp| mlp.function()) {
             MlpFunction::Recomputed => MlpFunction::Recomputed,

@@ -1,4 +1,7 @@
-//! The update rule of an optimizer.
+//! The update rule of an optimizer: θ, slots ← f(θ, ∇θ, slots, hyperparameters), over lists of tensors.
+//!
+//! Unlike `torch.optim.Optimizer`, a rule owns no state. The optimizer keeps the slots (Adam: `exp_avg` and `exp_avg_sq`) and groups the
+//! parameters by device, dtype and step number, so that a rule is a few calls of [`foreach`] or one fused kernel.
 
 use std::fmt::Debug;
 
@@ -6,6 +9,43 @@ use runtime::ops::foreach;
 use tch::Tensor;
 
 use crate::error::{Error, Result};
+
+/// The update rule of an optimizer.
+pub trait Rule: Debug + Send + Sync {
+    /// The rule's name, such as `adam_w`.
+    fn name(&self) -> &'static str;
+
+    /// Names of the state tensors per parameter, each of the parameter's shape.
+    fn slots(&self) -> &'static [&'static str];
+
+    /// The initial value of the slots.
+    fn initial(&self) -> f64 {
+        0.0
+    }
+
+    /// Checks the rule's coefficients.
+    ///
+    /// # Errors
+    /// A coefficient outside its range.
+    fn check(&self) -> Result<()>;
+
+    /// Updates the parameters and slots in place.
+    ///
+    /// # Errors
+    /// Errors of libtorch.
+    fn update(&self, tensors: &Tensors<'_>, hyperparameters: Hyperparameters) -> Result<()>;
+
+    /// Runs a step with a fused kernel, and writes [`FusedStep::weights`]. `None`, with nothing changed, without such a kernel.
+    fn fused(&self, step: &FusedStep<'_>) -> Option<Result<()>> {
+        let _ = step;
+        None
+    }
+
+    /// Returns whether [`Rule::fused`] has a kernel.
+    fn has_fused(&self) -> bool {
+        false
+    }
+}
 
 /// Hyperparameters of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -21,9 +61,9 @@ pub struct Hyperparameters {
 /// The tensors of a step: parameters of one device, dtype (float or double) and step number, contiguous.
 #[derive(Debug)]
 pub struct Tensors<'a> {
-    /// Updated in place.
+    /// Parameters, updated in place.
     pub params: &'a [Tensor],
-    /// Not changed.
+    /// Gradients, not changed.
     pub grads: &'a [Tensor],
     /// For each of [`Rule::slots`], one tensor per parameter.
     pub slots: &'a [Vec<Tensor>],
@@ -71,41 +111,6 @@ pub(super) fn write_weights(weights: &[Option<Tensor>], params: &[Tensor]) -> Re
     let rounded = weights.iter().zip(params).filter_map(|(weight, param)| Some((weight.as_ref()?, param)));
     let (targets, sources): (Vec<&Tensor>, Vec<&Tensor>) = rounded.unzip();
     Ok(foreach::copy_(&targets, &sources)?)
-}
-
-/// The update rule of an optimizer.
-pub trait Rule: Debug + Send + Sync {
-    /// The rule's name, such as `adam_w`.
-    fn name(&self) -> &'static str;
-
-    /// Names of the state tensors per parameter, each of the parameter's shape.
-    fn slots(&self) -> &'static [&'static str];
-
-    /// The initial value of the slots.
-    fn initial(&self) -> f64 {
-        0.0
-    }
-
-    /// # Errors
-    /// A coefficient outside its range.
-    fn check(&self) -> Result<()>;
-
-    /// Updates the parameters and slots in place.
-    ///
-    /// # Errors
-    /// Errors of libtorch.
-    fn update(&self, tensors: &Tensors<'_>, hyperparameters: Hyperparameters) -> Result<()>;
-
-    /// Runs a step with a fused kernel, and writes [`FusedStep::weights`]. `None`, with nothing changed, without such a kernel.
-    fn fused(&self, step: &FusedStep<'_>) -> Option<Result<()>> {
-        let _ = step;
-        None
-    }
-
-    /// Returns whether [`Rule::fused`] has a kernel.
-    fn has_fused(&self) -> bool {
-        false
-    }
 }
 
 /// Refuses a value outside `[0, 1)`.

@@ -1,4 +1,4 @@
-//! Layers that pass through a ring, on paper: the condition for common GPUs, plans for Qwen2.5-7B in 10 GB, and a schedule.
+//! Predicted weight offloading: the tokens that hide the loads on common GPUs, plans for Qwen2.5-7B in 10 GB, and timelines of a step.
 
 use accounting::decoder_flops::Workload;
 use accounting::lora::LowRank;
@@ -26,12 +26,13 @@ const METHODS: [(&str, Method); 3] = [
 ];
 const LINKS: [(&str, f64); 2] = [("gen4, 25 GB/s", GEN4), ("gen5, 50 GB/s", GEN5)];
 
-/// Least tokens for every GPU, link and direction in bf16; plans for Qwen2.5-7B in 10 GB by tokens of a step; the
-/// spans of a LoRA step by three methods.
+/// Returns the smallest numbers of tokens for every GPU, link and direction in bf16, the plans by GPU and tokens of a step, and the spans of a
+/// LoRA step by three methods.
 pub(crate) fn offload_condition(environment: &Environment) -> Result<Vec<Record>, Error> {
     let mut records = Vec::new();
     let mut put = |case: &Case, metric| records.push(record("offload-condition", case, metric, environment));
     for gpu in GPUS {
+        // The condition.
         for (name, link) in LINKS {
             let case = Case::new().with("shows", "condition").with("gpu", gpu.name).with("link", name);
             for direction in Direction::ALL {
@@ -42,6 +43,7 @@ pub(crate) fn offload_condition(environment: &Environment) -> Result<Vec<Record>
                 put(&case, Metric::exact("min_tokens", "tokens", tokens));
             }
         }
+        // The plans; where none fits, the reason is recorded.
         for tokens in TOKENS {
             for (step, costs) in costs(tokens, gpu)? {
                 let rates = rates(gpu)?;
@@ -60,11 +62,12 @@ pub(crate) fn offload_condition(environment: &Environment) -> Result<Vec<Record>
             }
         }
     }
+    // The timelines, of the last of the steps: LoRA.
     let costs = costs(TIMELINE_TOKENS, gpu(TIMELINE_GPU)?)?.into_iter().next_back();
     let rates = rates(gpu(TIMELINE_GPU)?)?;
     for (name, method) in METHODS {
         let Some((_, costs)) = &costs else { break };
-        // So few layers that each is seen.
+        // The first layers alone, so that each is visible.
         let costs = StepCosts { layers: costs.layers[..TIMELINE_LAYERS].to_vec(), ..costs.clone() };
         let setup = Setup { method, resident: Vec::new(), optimizer: OptimizerPlace::Host };
         let step = simulate(&costs, &rates, &setup, Start::Warm)?;
@@ -76,8 +79,8 @@ pub(crate) fn offload_condition(environment: &Environment) -> Result<Vec<Record>
     Ok(records)
 }
 
-/// A timeline's measurements, as a plot of the kind `timeline` reads them: each span is `of` with `stream`, `what`, `layer` (`–`
-/// for what is of none) and its number, and has the metrics `start` and `end` in seconds.
+/// Returns a step's spans as a plot of kind `timeline` reads them. A span is a case with `stream`, `what`, `layer` (`–` without one) and its
+/// number as `span`; its metrics are `start` and `end` in seconds.
 fn span_metrics(case: &Case, step: &SimulatedStep) -> Vec<(Case, Metric)> {
     let measure = |(number, span): (usize, &Span)| {
         let layer = span.layer.map_or("–".to_owned(), |layer| layer.to_string());
@@ -93,11 +96,13 @@ fn span_metrics(case: &Case, step: &SimulatedStep) -> Vec<(Case, Metric)> {
     step.spans.iter().enumerate().flat_map(measure).collect()
 }
 
-/// The link of the GPU's own generation, both ways; a host optimizer at 50 GB/s of memory and one on the device at its bandwidth.
+/// Returns the rates of a GPU: its link in both directions, 50 GB/s of memory for an optimizer on the host, and the GPU's bandwidth for one
+/// on the device.
 fn rates(gpu: Gpu) -> Result<Rates, Error> {
     Ok(Rates::of_memory(gpu.link, 50e9, gpu.data_sheet()?.bandwidth))
 }
 
+/// Returns the costs of inference and of a LoRA step, for one sequence of `tokens`.
 fn costs(tokens: u64, gpu: Gpu) -> Result<[(&'static str, StepCosts); 2], Error> {
     let model = presets::find(MODEL)?;
     let work = Workload { batch: 1, sequence: tokens };
@@ -113,7 +118,7 @@ fn costs(tokens: u64, gpu: Gpu) -> Result<[(&'static str, StepCosts); 2], Error>
     ])
 }
 
-/// A plan's figures.
+/// Returns the metrics of a plan.
 pub(crate) fn metrics(plan: &OffloadPlan) -> Vec<Metric> {
     let bytes = |name: &str, bytes: u64| Metric::exact(name, "B", bytes as f64);
     let mut share = Metric::exact("resident_share", "ratio", plan.resident_share);
@@ -144,7 +149,8 @@ pub(crate) fn metrics(plan: &OffloadPlan) -> Vec<Metric> {
 mod tests {
     use super::*;
 
-    /// At ten tokens the loads are everything; beyond the condition for the share that is resident nothing is waited for.
+    /// With more tokens than the condition asks for, the resident share included, a step waits for no load; with more tokens a plan is never
+    /// slower, relative to resident layers.
     #[test]
     fn plans_keep_what_the_condition_promises() {
         for gpu in GPUS {

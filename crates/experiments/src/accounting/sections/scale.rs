@@ -1,4 +1,4 @@
-//! Steps over many GPUs, on paper: rows that others have published, tables up to 131 072 GPUs, and effective time under failures.
+//! Predicted training steps on many GPUs: compared with published ones, on 8 to 100,000 GPUs, and with the time that failures cost.
 
 use accounting::decoder_flops::Workload;
 use accounting::hardware;
@@ -15,57 +15,87 @@ const SEQUENCE: u64 = 8192;
 const LINK: f64 = 46e9;
 /// Rates of NVLink and of eight links to a node; the FLOP/s are calibrated.
 const H100: Network = Network { node: 8, local: 380e9, between: 8.0 * LINK, latency: 10e-6 };
-/// Tokens per second and GPU of Llama-3.1-8B on 8 H100: FSDP with torch.compile, and with fp8 products too.
+/// Published tokens per second and GPU of Llama-3.1-8B with FSDP on 8 H100: eager, with torch.compile, and with fp8 products too.
 const CALIBRATION: [(&str, f64); 3] = [("eager", 5762.0), ("torch.compile", 6667.0), ("fp8", 8532.0)];
-/// torchtitan keeps the results of every second product.
+/// The share of the forward that selective recomputation runs again: torchtitan keeps the results of every second product.
 const SELECTIVE: f64 = 0.5;
 
-/// A published row of tokens per second and GPU: the source's words, the program, model, sequences of a rank, forwards recomputed, GPUs,
-/// those of a shard, those of a model, the share of the pipeline that is empty, the published value.
-type Row = (&'static str, &'static str, &'static str, u64, f64, [u64; 3], f64, f64);
+/// A published training step.
+#[derive(Clone, Copy)]
+struct Published {
+    /// The source's description.
+    what: &'static str,
+    /// A name in [`CALIBRATION`].
+    program: &'static str,
+    /// A preset.
+    model: &'static str,
+    /// Sequences per rank.
+    sequences: u64,
+    /// The share of the forward that backward runs again.
+    recomputed: f64,
+    /// All GPUs, those of a shard, and those of a replica: see [`Parallelism`].
+    gpus: [u64; 3],
+    /// The share of the time in which the pipeline is empty.
+    bubble: f64,
+    /// Tokens per second and GPU.
+    rate: f64,
+}
 
 /// Numbers of GPUs.
 const COUNTS: [u64; 9] = [8, 64, 512, 2048, 4096, 8192, 16_384, 32_768, 100_000];
 
-/// Stages of the pipeline, and micro-batches; interleaved stages are empty for half as long.
-const EMPTY: f64 = 7.0 / (32.0 + 7.0);
-const EMPTY_INTERLEAVED: f64 = 7.0 / (2.0 * 32.0 + 7.0);
+/// The pipeline bubble of 8 stages and 32 micro-batches, (p − 1)/(m + p − 1); with two interleaved stages per rank, half as long.
+const BUBBLE: f64 = 7.0 / (32.0 + 7.0);
+const BUBBLE_INTERLEAVED: f64 = 7.0 / (2.0 * 32.0 + 7.0);
 
-const TITAN: [Row; 5] = [
-    ("8B on 128 GPUs, FSDP", "eager", "llama-3-8b", 2, SELECTIVE, [128, 128, 1], 0.0, 5605.0),
-    (
-        "8B on 128 GPUs, FSDP, torch.compile",
-        "torch.compile",
-        "llama-3-8b",
-        2,
-        SELECTIVE,
-        [128, 128, 1],
-        0.0,
-        6514.0,
-    ),
-    ("70B on 256 GPUs, FSDP 32 × TP 8, fp8", "fp8", "llama-3-70b", 16, 1.0, [256, 32, 8], 0.0, 876.0),
-    (
-        "405B on 512 GPUs, FSDP 8 × TP 8 × PP 8, fp8, 1F1B",
-        "fp8",
-        "llama-3.1-405b",
-        32,
-        1.0,
-        [512, 8, 64],
-        EMPTY,
-        100.0,
-    ),
-    (
-        "405B on 512 GPUs, FSDP 8 × TP 8 × PP 8, fp8, interleaved",
-        "fp8",
-        "llama-3.1-405b",
-        32,
-        1.0,
-        [512, 8, 64],
-        EMPTY_INTERLEAVED,
-        128.0,
-    ),
+const TITAN_8B: Published = Published {
+    what: "8B on 128 GPUs, FSDP",
+    program: "eager",
+    model: "llama-3-8b",
+    sequences: 2,
+    recomputed: SELECTIVE,
+    gpus: [128, 128, 1],
+    bubble: 0.0,
+    rate: 5605.0,
+};
+const TITAN_405B: Published = Published {
+    what: "405B on 512 GPUs, FSDP 8 × TP 8 × PP 8, fp8, 1F1B",
+    program: "fp8",
+    model: "llama-3.1-405b",
+    sequences: 32,
+    recomputed: 1.0,
+    gpus: [512, 8, 64],
+    bubble: BUBBLE,
+    rate: 100.0,
+};
+const TITAN: [Published; 5] = [
+    TITAN_8B,
+    Published {
+        what: "8B on 128 GPUs, FSDP, torch.compile",
+        program: "torch.compile",
+        rate: 6514.0,
+        ..TITAN_8B
+    },
+    Published {
+        what: "70B on 256 GPUs, FSDP 32 × TP 8, fp8",
+        program: "fp8",
+        model: "llama-3-70b",
+        sequences: 16,
+        recomputed: 1.0,
+        gpus: [256, 32, 8],
+        bubble: 0.0,
+        rate: 876.0,
+    },
+    TITAN_405B,
+    Published {
+        what: "405B on 512 GPUs, FSDP 8 × TP 8 × PP 8, fp8, interleaved",
+        bubble: BUBBLE_INTERLEAVED,
+        rate: 128.0,
+        ..TITAN_405B
+    },
 ];
 
+/// Returns the run of a model in bf16 weights and fp32 gradients.
 fn run(
     model: &Decoder,
     sequences: u64,
@@ -83,7 +113,7 @@ fn run(
     }
 }
 
-/// H100s at the rate of one of the calibrations.
+/// Returns H100s whose FLOP/s reproduce a published rate of [`CALIBRATION`].
 fn calibrated(program: &str) -> Result<Gpus, Error> {
     let peak = hardware::find("h100")?.bf16;
     let model = presets::find("llama-3-8b")?;
@@ -91,7 +121,7 @@ fn calibrated(program: &str) -> Result<Gpus, Error> {
     run(&model, 2, SELECTIVE, [8, 8, 1], 0.0).calibrate(&Gpus { peak, flops: peak, network: H100 }, published)
 }
 
-/// Everything that the experiment shows.
+/// Returns all records of the experiment.
 pub(crate) fn scale(environment: &Environment) -> Result<Vec<Record>, Error> {
     let mut figures = published()?;
     figures.extend(steps()?);
@@ -101,7 +131,7 @@ pub(crate) fn scale(environment: &Environment) -> Result<Vec<Record>, Error> {
 
 type Figures = Vec<(Case, Metric)>;
 
-/// Published figures beside the prediction, and the relative distance.
+/// Returns published figures, the predictions of them, and the relative errors.
 fn published() -> Result<Figures, Error> {
     let mut figures = Vec::new();
     let mut put = |kind: &str, what: &str, source: &str, unit: &str, value: f64, ours: f64| {
@@ -116,13 +146,13 @@ fn published() -> Result<Figures, Error> {
         figures.push((case, Metric::exact("relative_error", "ratio", (ours / value - 1.0).abs())));
     };
     const TITAN_SOURCE: &str = "torchtitan, December 2024";
-    for (what, program, model, sequences, recomputed, gpus, bubble, value) in TITAN {
+    for Published { what, program, model, sequences, recomputed, gpus, bubble, rate } in TITAN {
         let model = presets::find(model)?;
         let ours =
             run(&model, sequences, recomputed, gpus, bubble).tokens_per_second(&calibrated(program)?)?;
-        put("tokens/s", what, TITAN_SOURCE, "tokens/s", value, ours);
+        put("tokens/s", what, TITAN_SOURCE, "tokens/s", rate, ours);
     }
-    // fp32 weights, gradients and moments, all divided; activations are the same on 8 and on 128 GPUs.
+    // Weights, gradients and moments in fp32 are sharded over all GPUs; activations take as much on 8 GPUs as on 128.
     let model = presets::find("llama-3-8b")?;
     let states = |gpus| run(&model, 2, SELECTIVE, [gpus, gpus, 1], 0.0).state_bytes(&Recipe::FP32);
     let less = states(8)? - states(128)?;
@@ -135,7 +165,7 @@ fn published() -> Result<Figures, Error> {
     Ok(figures)
 }
 
-/// Llama-3-8B, 70B and 405B by the number of GPUs, with a fixed batch and with fixed tokens of a GPU.
+/// Returns predicted steps of Llama-3-8B and 70B by the number of GPUs, with a fixed batch and with a fixed number of tokens per GPU.
 fn steps() -> Result<Figures, Error> {
     let gpus = calibrated("torch.compile")?;
     let mut figures = Vec::new();
@@ -146,17 +176,18 @@ fn steps() -> Result<Figures, Error> {
                 for (batch, tokens) in
                     [("16 Mi tokens", (1 << 24) / count), ("8 Ki tokens of each GPU", SEQUENCE)]
                 {
-                    // Without a split sequence a GPU has at least a part of one; more than 64 Ki tokens are several micro-batches.
+                    // Leave out fewer than 128 tokens per GPU, and more than 64 Ki, which would be several micro-batches. Shards of a
+                    // node are shown for the 8B model alone, on several nodes.
                     if !(128..=65_536).contains(&tokens)
                         || (division != "all GPUs" && (count == 8 || name != "llama-3-8b"))
                     {
                         continue;
                     }
                     let sequence = tokens.min(SEQUENCE);
-                    let one = run(&model, tokens / sequence, SELECTIVE, [count, shard, 1], 0.0);
-                    let one = Run { work: Workload { batch: tokens / sequence, sequence }, ..one };
-                    let (step, effective) = (one.step(&gpus)?, LLAMA_3_FAILURES.effective(count));
-                    let mfu = one.utilization(&gpus)?;
+                    let full = run(&model, tokens / sequence, SELECTIVE, [count, shard, 1], 0.0);
+                    let short = Run { work: Workload { sequence, ..full.work }, ..full };
+                    let (step, effective) = (short.step(&gpus)?, LLAMA_3_FAILURES.effective(count));
+                    let mfu = short.utilization(&gpus)?;
                     let case = Case::new()
                         .with("shows", "steps")
                         .with("model", name)
@@ -171,7 +202,7 @@ fn steps() -> Result<Figures, Error> {
                         Metric::exact("mfu", "ratio", mfu),
                         Metric::exact("effective_time", "ratio", effective),
                         Metric::exact("effective_mfu", "ratio", mfu * effective),
-                        Metric::exact("state_bytes", "B", one.state_bytes(&Recipe::FP32)?),
+                        Metric::exact("state_bytes", "B", short.state_bytes(&Recipe::FP32)?),
                     ] {
                         figures.push((case.clone(), metric));
                     }
@@ -182,7 +213,7 @@ fn steps() -> Result<Figures, Error> {
     Ok(figures)
 }
 
-/// Critical tokens of a GPU by its node's links.
+/// Returns the tokens per GPU from which on transfers are hidden, by the links of a node, and the GPUs that a batch of 16 Mi tokens can use.
 fn critical() -> Result<Figures, Error> {
     let gpus = calibrated("torch.compile")?;
     let links = [

@@ -1,4 +1,5 @@
-//! The rows of the table: every method, ring, tier, activation plan, set of adapters and placement of the optimizer, on several shapes.
+//! The rows of the table of peaks. They cover every offloading method, ring, tier (host memory or files), activation plan, kind of adapters and
+//! placement of the optimizer, on models of four layers.
 
 use kernels::nf4::Scales;
 use models::DecoderConfig;
@@ -27,8 +28,8 @@ const ALL: Pass = Pass::Adapters {
 /// Returns all rows.
 pub fn rows() -> Vec<Row> {
     let Shapes { square, wide, long, llama, qwen3, granite } = Shapes::new();
-    // libtorch's products in bf16 allocate packing buffers of up to 230 KB: a tenth of the smallest shape's peak, so that shape is left
-    // out.
+    // Without own bf16 products, libtorch's allocate packing buffers of up to 230 KB. That is a tenth of the smallest shape's peak, so the
+    // shape is left out.
     let widens = frugal::planning::widens(Scales::Nested.kind(), Device::Cpu);
     let quantized_shapes = [&wide, &long].into_iter().skip(usize::from(!widens));
     [
@@ -43,7 +44,7 @@ pub fn rows() -> Vec<Row> {
     .concat()
 }
 
-/// Steps that train all weights of resident layers, without an optimizer.
+/// The base row of each shape: a step that trains all weights of resident layers, without an optimizer.
 struct Shapes {
     square: Row,
     /// A row with few tokens: its weights are most of a step.
@@ -74,7 +75,7 @@ impl Shapes {
             tie_word_embeddings: false,
             ..DecoderConfig::llama(600, 96, 288, LAYERS as i64, 4)
         };
-        // Heads that are wide together, as in Qwen3-0.6B.
+        // Heads · head width exceeds the hidden size, as in Qwen3-0.6B.
         let qwen3 = DecoderConfig {
             family: Family::Qwen3,
             head_dim: 64,
@@ -120,104 +121,108 @@ fn in_files(method: Method, ring: usize) -> Placement {
     Placement::Offloaded { method, ring, in_files: true, resident: Vec::new() }
 }
 
+/// Variations of a row.
 impl Row {
-    fn at(&self, placement: Placement) -> Self {
+    fn placed(&self, placement: Placement) -> Self {
         Self { placement, ..self.clone() }
     }
 
-    fn with(&self, optimizer: OptimizerPlace) -> Self {
+    fn with_optimizer(&self, optimizer: OptimizerPlace) -> Self {
         Self { optimizer, ..self.clone() }
     }
 
-    fn doing(&self, pass: &Pass) -> Self {
+    fn with_pass(&self, pass: &Pass) -> Self {
         Self { pass: pass.clone(), ..self.clone() }
     }
 }
 
-/// Activation plans, with the optimizer's state on the device and without; methods and rings.
+/// Each activation plan; mixed plans with the optimizer on the device; each offloading method and ring, in inference and training; files;
+/// the optimizer on the host.
 fn plans_and_methods(row: &Row) -> Vec<Row> {
     let plans = [KeepAll, RecomputeElementwise, RecomputeMlp, RecomputeAttention, RecomputeAll, Offload];
     let mixed = Placement::Resident(vec![RecomputeAll, RecomputeMlp, RecomputeElementwise, KeepAll]);
     let half_resident =
         Placement::Offloaded { method: Method::Overlap, ring: 2, in_files: false, resident: vec![1, 3] };
     let rings = [(Method::Function, 1), (Method::Overlap, 1), (Method::Overlap, 2), (Method::Overlap, 3)];
-    let inference = row.doing(&Pass::Inference);
+    let inference = row.with_pass(&Pass::Inference);
     [
-        plans.map(|plan| row.at(resident(plan))).to_vec(),
-        vec![row.at(mixed).with(OptimizerPlace::Device)],
-        vec![inference.at(offloaded(Method::OneLayer, 1))],
-        rings.map(|(method, ring)| inference.at(offloaded(method, ring))).to_vec(),
-        vec![row.at(offloaded(Method::Checkpointing, 1))],
-        rings.map(|(method, ring)| row.at(offloaded(method, ring))).to_vec(),
+        plans.map(|plan| row.placed(resident(plan))).to_vec(),
+        vec![row.placed(mixed).with_optimizer(OptimizerPlace::Device)],
+        vec![inference.placed(offloaded(Method::OneLayer, 1))],
+        rings.map(|(method, ring)| inference.placed(offloaded(method, ring))).to_vec(),
+        vec![row.placed(offloaded(Method::Checkpointing, 1))],
+        rings.map(|(method, ring)| row.placed(offloaded(method, ring))).to_vec(),
         vec![
-            inference.at(in_files(Method::Overlap, 2)),
-            row.at(offloaded(Method::Overlap, 2)).with(OptimizerPlace::Host),
-            row.at(half_resident).with(OptimizerPlace::Host),
+            inference.placed(in_files(Method::Overlap, 2)),
+            row.placed(offloaded(Method::Overlap, 2)).with_optimizer(OptimizerPlace::Host),
+            row.placed(half_resident).with_optimizer(OptimizerPlace::Host),
         ],
     ]
     .concat()
 }
 
-/// Rows of another family: the plans that differ, and offloaded layers.
+/// Rows of another family: mixed plans with `plan`, which differs in this family, offloaded layers and adapters.
 fn other_family(row: &Row, plan: LayerPlan) -> Vec<Row> {
     vec![
         row.clone(),
-        row.at(Placement::Resident(vec![RecomputeElementwise, plan, RecomputeAll, plan])),
-        row.doing(&Pass::Inference).at(offloaded(Method::Overlap, 2)),
-        row.doing(&ATTENTION),
-        row.doing(&ALL).at(offloaded(Method::Function, 1)),
+        row.placed(Placement::Resident(vec![RecomputeElementwise, plan, RecomputeAll, plan])),
+        row.with_pass(&Pass::Inference).placed(offloaded(Method::Overlap, 2)),
+        row.with_pass(&ATTENTION),
+        row.with_pass(&ALL).placed(offloaded(Method::Function, 1)),
     ]
 }
 
+/// Adapters on attention and on all projections: resident, offloaded and in files.
 fn adapters(row: &Row) -> Vec<Row> {
-    let of_pass = |pass: &Pass| {
-        let row = row.doing(pass);
+    let rows_of = |pass: &Pass| {
+        let row = row.with_pass(pass);
         [
-            row.at(resident(KeepAll)).with(OptimizerPlace::Device),
-            row.at(resident(RecomputeAll)).with(OptimizerPlace::Device),
-            row.at(offloaded(Method::Function, 1)),
-            row.at(in_files(Method::Overlap, 2)),
-            row.at(offloaded(Method::Overlap, 3)).with(OptimizerPlace::Host),
+            row.placed(resident(KeepAll)).with_optimizer(OptimizerPlace::Device),
+            row.placed(resident(RecomputeAll)).with_optimizer(OptimizerPlace::Device),
+            row.placed(offloaded(Method::Function, 1)),
+            row.placed(in_files(Method::Overlap, 2)),
+            row.placed(offloaded(Method::Overlap, 3)).with_optimizer(OptimizerPlace::Host),
         ]
     };
-    [ATTENTION, ALL].iter().flat_map(of_pass).collect()
+    [ATTENTION, ALL].iter().flat_map(rows_of).collect()
 }
 
-/// DoRA, with dropout and without; PiSSA, whose layers lie on the device when its adapters are made of them.
+/// DoRA and PiSSA, with dropout and without. PiSSA's adapters are computed from the weights, which are on the device then.
 fn dora_and_pissa(row: &Row) -> Vec<Row> {
     let kind = |pass: Pass, kind| match pass {
         Pass::Adapters { targets, rank, dropout, .. } => Pass::Adapters { targets, rank, dropout, kind },
         other => other,
     };
     let on_device = |pass: &Pass, adapters: AdapterKind, plans: &[LayerPlan]| -> Vec<Row> {
-        let row = row.doing(&kind(pass.clone(), adapters));
-        plans.iter().map(|&plan| row.at(resident(plan)).with(OptimizerPlace::Device)).collect()
+        let row = row.with_pass(&kind(pass.clone(), adapters));
+        plans.iter().map(|&plan| row.placed(resident(plan)).with_optimizer(OptimizerPlace::Device)).collect()
     };
     let of_pass = |pass: &Pass| {
         let dora = [KeepAll, RecomputeElementwise, RecomputeMlp, RecomputeAttention, RecomputeAll];
         let pissa = [KeepAll, RecomputeElementwise, RecomputeAll];
         [on_device(pass, AdapterKind::Dora, &dora), on_device(pass, AdapterKind::Pissa, &pissa)].concat()
     };
-    let from_files = |adapters| row.doing(&kind(ATTENTION, adapters)).at(in_files(Method::Overlap, 2));
+    let from_files =
+        |adapters| row.with_pass(&kind(ATTENTION, adapters)).placed(in_files(Method::Overlap, 2));
     [of_pass(&ATTENTION), of_pass(&ALL), [AdapterKind::Dora, AdapterKind::Pissa].map(from_files).to_vec()]
         .concat()
 }
 
 /// A base in NF4, whose activations are in bf16.
 fn quantized(row: &Row) -> Vec<Row> {
-    let row = Row { kind: Scales::Nested.kind(), ..row.doing(&ATTENTION) };
+    let row = Row { kind: Scales::Nested.kind(), ..row.with_pass(&ATTENTION) };
     vec![
-        row.at(resident(KeepAll)).with(OptimizerPlace::Device),
-        row.at(resident(RecomputeAll)).with(OptimizerPlace::Device),
-        row.at(offloaded(Method::Function, 1)),
-        row.at(in_files(Method::Overlap, 2)),
-        row.at(offloaded(Method::Overlap, 3)).with(OptimizerPlace::Host),
-        row.doing(&Pass::Inference).at(offloaded(Method::Overlap, 2)),
+        row.placed(resident(KeepAll)).with_optimizer(OptimizerPlace::Device),
+        row.placed(resident(RecomputeAll)).with_optimizer(OptimizerPlace::Device),
+        row.placed(offloaded(Method::Function, 1)),
+        row.placed(in_files(Method::Overlap, 2)),
+        row.placed(offloaded(Method::Overlap, 3)).with_optimizer(OptimizerPlace::Host),
+        row.with_pass(&Pass::Inference).placed(offloaded(Method::Overlap, 2)),
     ]
 }
 
 /// A loss over all logits at once.
 fn all_logits(row: &Row) -> Vec<Row> {
     let row = Row { head: Head::Logits, ..row.clone() };
-    vec![row.clone(), row.at(offloaded(Method::Overlap, 2))]
+    vec![row.clone(), row.placed(offloaded(Method::Overlap, 2))]
 }
