@@ -40,7 +40,7 @@ pub enum Error {
     /// A device, library or operator that this machine or this build lacks.
     #[error("{what} is not available here: {reason}")]
     Unavailable {
-        /// What was requested.
+        /// The request.
         what: String,
         /// Why it is missing, and the remedy.
         reason: String,

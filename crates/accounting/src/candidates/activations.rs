@@ -38,7 +38,7 @@ impl Job {
         }
     }
 
-    /// What a layer may keep without a copy in host memory.
+    /// Parts of a layer that may be kept on the device, without a copy in host memory.
     pub(super) fn options_on_device(&self) -> Vec<LayerPlan> {
         self.kept_options().iter().copied().filter(|option| *option != LayerPlan::Offload).collect()
     }

@@ -44,7 +44,7 @@ impl Drop for GradMode {
     }
 }
 
-/// What the engine keeps after a backward.
+/// State that the engine keeps after a backward.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Keep {
     /// Keep the saved tensors, so that another backward may go through the same graph.
@@ -56,7 +56,7 @@ pub struct Keep {
 /// Accumulates the gradients of scalar `losses` into every leaf they depend on, and releases the graph.
 ///
 /// # Errors
-/// What a backward in the graph returned, or its panic; a loss that is not a scalar, or needs no gradient.
+/// The error or the panic of a backward in the graph; a loss that is not a scalar, or needs no gradient.
 pub fn backward(losses: &[&Tensor]) -> Result<()> {
     backward_with(losses, &vec![None; losses.len()], Keep::default())
 }

@@ -153,7 +153,7 @@ impl<F: Function> sys::NodeBackward for Bound<F> {
 /// `let [y] = apply(function, &[&x])?`.
 ///
 /// # Errors
-/// What forward returns; another number of outputs than the pattern has; an output index out of range in
+/// Errors of forward; another number of outputs than the pattern has; an output index out of range in
 /// [`Forward::mark_non_differentiable`].
 pub fn apply<F: Function, const OUTPUTS: usize>(
     function: F,

@@ -109,7 +109,7 @@ fn encode(fields: &[(&str, &str)]) -> Vec<u8> {
     texts.flat_map(|text| (text.len() as u64).to_le_bytes().into_iter().chain(text.bytes())).collect()
 }
 
-/// What [`encode`] has encoded; of anything else, what can be read.
+/// Decodes the output of [`encode`]; of other bytes, as much as is readable.
 fn decode(mut bytes: &[u8]) -> Vec<(String, String)> {
     let mut text = || {
         let (length, rest) = bytes.split_first_chunk::<8>()?;

@@ -28,9 +28,9 @@ pub struct CollectiveError {
     pub label: String,
     /// The other rank of the transfer that failed.
     pub peer: Option<usize>,
-    /// What happened.
+    /// Description of the failure.
     pub cause: String,
-    /// What other ranks reported within half a second: each one's rank, and its own failure.
+    /// Failures that other ranks reported within half a second, with their ranks.
     pub reports: Vec<(usize, String)>,
 }
 

@@ -1,4 +1,4 @@
-//! What one rank could not do, told to all.
+//! Sends the first failure of any rank to all ranks.
 
 use tch::{Device, Kind, Tensor};
 

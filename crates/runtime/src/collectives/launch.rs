@@ -1,4 +1,4 @@
-//! What a launcher tells each process: torchrun's environment variables.
+//! The environment variables of torchrun, by which a launcher describes its place to each process.
 
 use std::env;
 

@@ -8,7 +8,7 @@
 //! pieces of 1 MiB; two per rank are received at a time, so the memory beside the tensors is `2 · (N − 1)` MiB.
 //!
 //! Over Gloo all pieces are sent at once, and wait in the sender's tensor for those that receive them. NCCL has no such queue: there, the
-//! ranks exchange one round after the other, in each of which every rank sends one piece to every other and receives one from each.
+//! ranks exchange one round after the other, and in each round every rank sends one piece to every other and receives one from each.
 
 use std::collections::VecDeque;
 use std::ops::Range;
@@ -270,7 +270,7 @@ fn elements_of_a_piece(kind: Kind) -> i64 {
 mod tests {
     use super::*;
 
-    /// What a rank sends and receives in a round: (peer, elements).
+    /// Transfers of a rank in a round: (peer, elements).
     fn exchanged(
         division: Division,
         ranks: usize,

@@ -83,7 +83,7 @@ pub enum Progress {
     },
 }
 
-/// What receives each line of output.
+/// Receiver of each line of output.
 type OnLine = Arc<dyn Fn(usize, Output, &str) + Send + Sync>;
 
 /// Processes that run. Those that are left are killed when this is dropped.

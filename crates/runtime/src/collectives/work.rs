@@ -10,7 +10,7 @@ use crate::error::{Error, Result};
 use crate::profile::range;
 use crate::sys::collectives::Transfer;
 
-/// What an operation is called in errors and in the log.
+/// Name of an operation in errors and in the log.
 #[derive(Clone, Debug)]
 pub(super) struct Operation {
     pub(super) name: &'static str,

@@ -12,7 +12,7 @@ use crate::error::{Error, Result};
 pub struct ControlGroup {
     /// The limit.
     pub limit: u64,
-    /// What its processes use, without pages of files that can be dropped.
+    /// Memory of its processes in bytes, without pages of files that can be dropped.
     pub used: u64,
 }
 

@@ -55,7 +55,7 @@ pub(super) struct Failure {
     inherited: bool,
 }
 
-/// What failed.
+/// Cause of a failure.
 #[derive(Debug, Clone)]
 pub(super) enum Cause {
     /// The message of an error or panic.

@@ -22,7 +22,7 @@ pub fn set_num_threads(count: usize) -> Result<()> {
     }
 }
 
-/// What to do about nondeterministic operators.
+/// Handling of nondeterministic operators.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Determinism {
     /// Use the fastest kernel.

@@ -140,7 +140,7 @@ pub(crate) fn at_end_of_backward(body: Box<dyn FnOnce() -> Result<()> + Send>) -
     unsafe { check(rt_at_end_of_backward(context, run_at_end, release_at_end)) }
 }
 
-/// What runs after each addition to a gradient.
+/// A hook that runs after each addition to a gradient.
 type AfterGradient = Box<dyn Fn() -> Result<()> + Send + Sync>;
 
 extern "C" fn run_after_gradient(context: *mut c_void) -> Status {

@@ -1,4 +1,4 @@
-//! What a kernel checks of a tensor, from one call into libtorch instead of one for each property (`cpp/layout.cpp`).
+//! The layout of a tensor from one call into libtorch, instead of one call for each property (`cpp/layout.cpp`).
 
 use std::ops::Range;
 
