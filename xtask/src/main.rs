@@ -30,6 +30,7 @@ mod python;
 mod revision;
 mod run_all;
 mod runner;
+mod select;
 mod setup;
 mod stamp;
 mod test;

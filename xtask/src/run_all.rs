@@ -16,8 +16,9 @@ use crate::device::Device;
 use crate::display::{Display, duration};
 use crate::interrupt::Interrupt;
 use crate::pages::Folder;
-use crate::programs::{Programs, packages, select};
+use crate::programs::{Programs, packages};
 use crate::runner::{self, Ending};
+use crate::select::select;
 use crate::stamp::{Setting, Stamp};
 use crate::workspace::Workspace;
 

@@ -1,4 +1,4 @@
-//! A section of the report: the tables, plots and findings of an experiment, built from its records.
+//! A section of the report: the tables, plots and findings of an experiment, and the machines and days of its records.
 
 use std::collections::BTreeMap;
 
@@ -26,7 +26,7 @@ pub struct Section {
     pub plots: Vec<DrawnPlot>,
     /// Findings as sentences.
     pub findings: Vec<String>,
-    /// The command that runs it again; empty for an experiment that no crate registers.
+    /// The command that runs the experiment again; empty for one that no crate registers.
     pub command: String,
     /// The machines and revisions of its records, each once.
     pub environments: Vec<String>,
@@ -34,7 +34,7 @@ pub struct Section {
     pub run: Option<RunState>,
     /// Whether it has records.
     pub has_records: bool,
-    /// Other reports that have records of it: machine and page.
+    /// Machine and page of the other reports that have records of it.
     pub elsewhere: Vec<(String, String)>,
 }
 
@@ -47,7 +47,7 @@ pub struct DrawnPlot {
     pub file: String,
     /// The SVG document.
     pub svg: String,
-    /// The same for a narrow page.
+    /// The SVG document for a narrow page.
     pub narrow: String,
     /// The trace of a timeline: its file, relative to the report's folder, and its text.
     pub trace: Option<(String, String)>,
@@ -107,6 +107,7 @@ struct Views<'a> {
     findings: &'a [spec::Finding],
 }
 
+/// Builds a section from the records of its experiment. Tables and plots without records are left out.
 fn section(
     name: &str,
     title: &str,
@@ -117,8 +118,8 @@ fn section(
     run: Option<RunState>,
 ) -> Section {
     let has_records = !measured.records().is_empty();
-    let everything = [spec::Table { title: "All measurements".into(), ..spec::Table::default() }];
-    let tables = if views.tables.is_empty() { &everything } else { views.tables };
+    let all_measurements = [spec::Table { title: "All measurements".into(), ..spec::Table::default() }];
+    let tables = if views.tables.is_empty() { &all_measurements } else { views.tables };
     let draw = |spec: &spec::Plot| {
         let file = format!("plots/{name}-{}.svg", spec.name);
         let (svg, narrow) = (plot::draw(spec, measured)?, plot::draw_narrow(spec, measured)?);
@@ -132,16 +133,13 @@ fn section(
         about: about.into(),
         tables: tables.iter().filter_map(|table| Table::build(table, measured)).collect(),
         plots: views.plots.iter().filter_map(draw).collect(),
-        findings: match has_records {
-            // A finding about cases that this run does not have is left out.
-            true => views
-                .findings
-                .iter()
-                .filter(|finding| measured.cases().any(|case| finding.of.matches(case)))
-                .flat_map(|finding| finding::sentences(finding, measured))
-                .collect(),
-            false => Vec::new(),
-        },
+        // A finding about cases that this run does not have is left out.
+        findings: views
+            .findings
+            .iter()
+            .filter(|finding| has_records && measured.cases().any(|case| finding.of.matches(case)))
+            .flat_map(|finding| finding::sentences(finding, measured))
+            .collect(),
         command,
         environments: environments(measured.records()),
         run,
@@ -155,17 +153,17 @@ pub(crate) fn environments(records: &[Record]) -> Vec<String> {
     let mut order = Vec::new();
     let mut days: BTreeMap<String, (u64, u64)> = BTreeMap::new();
     for Record { environment, .. } in records {
-        let place = place(environment);
+        let machine = describe(environment);
         let time = environment.unix_time;
-        let span = days.entry(place.clone()).or_insert_with(|| {
-            order.push(place);
+        let span = days.entry(machine.clone()).or_insert_with(|| {
+            order.push(machine);
             (time, time)
         });
         *span = (span.0.min(time), span.1.max(time));
     }
-    let line = |place: &String| {
-        let (first, last) = (day(days[place].0), day(days[place].1));
-        if first == last { format!("{place}, {first}") } else { format!("{place}, {first} to {last}") }
+    let line = |machine: &String| {
+        let (first, last) = (day(days[machine].0), day(days[machine].1));
+        if first == last { format!("{machine}, {first}") } else { format!("{machine}, {first} to {last}") }
     };
     order.iter().map(line).collect()
 }
@@ -179,11 +177,11 @@ pub(crate) fn main_environment(records: &[Record]) -> Option<String> {
     let (device, cpu) = counts.into_iter().max_by_key(|(_, count)| *count)?.0;
     let here = records.iter().map(|r| &r.environment).filter(|e| e.device == device && e.cpu == cpu);
     let newest = here.max_by_key(|e| e.unix_time)?;
-    Some(format!("{}, {}", place(newest), day(newest.unix_time)))
+    Some(format!("{}, {}", describe(newest), day(newest.unix_time)))
 }
 
 /// Describes an environment without its day: device, threads, memory, scale, implementations, libtorch and revision.
-fn place(e: &Environment) -> String {
+fn describe(e: &Environment) -> String {
     let mut parts = vec![if e.device == "cpu" { e.cpu.clone() } else { format!("{} ({})", e.device, e.cpu) }];
     parts.push(format!("{} thread{}", e.threads, if e.threads == 1 { "" } else { "s" }));
     if e.memory_bytes > 0 {

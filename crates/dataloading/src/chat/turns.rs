@@ -2,13 +2,14 @@
 //!
 //! **If the template marks answers** with `{% generation %}`, the marked spans count in the loss.
 //!
-//! **Elsewhere by rendering prefixes.** For the answer at message *i*, `p` is the rendering of the messages before it with the generation
-//! prompt, and `f` the rendering up to and with it. Inference reads `p` and has to write the rest of `f`, so `p` must be a prefix of `f`,
-//! and `f[p.len()..]` is learned. An answer without messages before it has a `p` of its own (`first_prompt`). Templates may render an
-//! answer in another way once further messages follow it (Qwen3 removes its reasoning). Where `f` is no prefix of the next answer's `p`,
-//! another row begins: each row is what inference sees. So a conversation whose history changes at each answer becomes one row per answer,
-//! and one whose history stays is one row. Where `p` opens the reasoning of an answer, and the template leaves reasoning out, `f` is
-//! written by [a variant for training](super::TrainingVariant).
+//! **If it does not**, prefixes are rendered. For the answer at message *i*, `p` is the rendering of the messages before it with the
+//! generation prompt, and `f` is the rendering of these messages and the answer. Inference reads `p` and generates the rest of `f`, so `p`
+//! must be a prefix of `f`, and `f[p.len()..]` counts in the loss. If the answer is the first message, `p` comes from `first_prompt`.
+//!
+//! Templates may render an answer differently once further messages follow it (Qwen3 removes its reasoning). If `f` is not a prefix of the
+//! next answer's `p`, a new row begins, so that each row is a text that inference sees. A conversation whose history changes at each answer
+//! becomes one row per answer; a conversation whose history stays is one row. If `p` opens the reasoning of an answer, and the template
+//! leaves reasoning out, [a variant for training](super::TrainingVariant) renders `f`.
 //!
 //! **The token that ends a turn always counts in the loss**, or the model would not learn to stop. A span that ends before this token is
 //! extended to it. In a template without end tokens (GLM-4: a turn ends where the next begins), it is the first token of the user's next
@@ -90,8 +91,8 @@ impl ChatTemplate {
     /// Returns the rows of a conversation, each in segments; no rows if no part of it counts in the loss.
     ///
     /// # Errors
-    /// [`Error::Template`](crate::Error::Template): those of [`ChatTemplate::render`]; a generation prompt that does not begin the
-    /// answer, with both texts; turns without an end token.
+    /// [`Error::Template`](crate::Error::Template): the errors of [`ChatTemplate::render`]; a prompt that is not a prefix of the conversation
+    /// with the answer, with both texts; turns without an end token.
     pub fn rows(
         &self,
         conversation: &Conversation,
@@ -108,6 +109,7 @@ impl ChatTemplate {
     }
 }
 
+/// A conversation to be divided into rows.
 struct Turns<'a> {
     template: &'a ChatTemplate,
     conversation: &'a Conversation,
@@ -175,8 +177,8 @@ impl Turns<'_> {
         let all = trained.iter().all(|is_trained| *is_trained);
         if !all && spans.len() != trained.len() {
             return Err(self.template.refuse(format!(
-                "it marks {} spans with `{{% generation %}}` in a conversation of {} answers, so it is not known which \
-                 span is an answer that is not learned; leave out `weight`, or learn all answers",
+                "it marks {} spans with `{{% generation %}}` in a conversation of {} answers, so it is unclear which \
+                 spans are the answers that do not count in the loss; leave out `weight`, or train on all answers",
                 spans.len(),
                 trained.len()
             )));
@@ -192,14 +194,14 @@ impl Turns<'_> {
                     None => return Err(self.without_end(&text[span.clone()])),
                 };
             }
-            // A span that was extended may touch the next.
+            // An extended span may end after the start of the next.
             row.push(&text[at..span.start.max(at)], false);
             row.push(&text[span.start.max(at)..end], is_trained);
             at = end;
         }
         let mut rows = Vec::new();
         row.finish(&mut rows);
-        // The line break after the last turn, so that the tokens are those of the whole text.
+        // Append the line break after the last turn: without it, the tokens before it may differ from those of the whole text.
         let is_last_trained = all || trained.last() == Some(&true);
         let has_blanks = at < text.len() && text[at..].trim().is_empty();
         if let Some(row) = rows.last_mut().filter(|_| is_last_trained && has_blanks) {
@@ -208,7 +210,7 @@ impl Turns<'_> {
         Ok(rows)
     }
 
-    /// Returns the rows that rendered prefixes give: see the module.
+    /// Returns the rows by rendering prefixes: see the module.
     fn by_prefixes(&self, answers: &[usize], trained: &[bool]) -> Result<Vec<Vec<Segment>>> {
         let (mut rows, mut row) = (Vec::new(), Row::default());
         for (&at, _) in answers.iter().zip(trained).filter(|(_, is_trained)| **is_trained) {
@@ -291,25 +293,27 @@ impl Turns<'_> {
         Ok(token.filter(|token| self.ends.model.iter().any(|end| end == token)))
     }
 
+    /// Refuses a template whose turns have no end token.
     fn without_end(&self, answer: &str) -> crate::Error {
-        // The template's text without the answer: the same in all records.
+        // Shows the template's text alone, so that all records have the same error.
         let end = tail(answer, 40);
         let end = end.rfind('<').map_or(&*end, |at| &end[at..]).trim_end();
         self.template.refuse(format!(
-            "it ends an answer with `{end}`, which is no special token of the tokenizer, so the model would never learn \
+            "it ends an answer with `{end}`, which is not a special token of the tokenizer, so the model would never learn \
              to stop; copy the template, write a special token there instead (`{}`, for example), and give it as --chat-template",
             self.ends.model.first().or(self.ends.added.first()).map_or("<|im_end|>", String::as_str)
         ))
     }
 
+    /// Refuses a template whose prompt is not a prefix of the rendering with the answer; shows both from shortly before they differ.
     fn no_prefix(&self, at: usize, prompt: &str, rendered: &str) -> crate::Error {
         let same = prompt.chars().zip(rendered.chars()).take_while(|(one, other)| one == other);
         let same: usize = same.map(|(c, _)| c.len_utf8()).sum();
         let from = same - tail(&prompt[..same], 30).len();
         let part = |text: &str| text[from..].chars().take(80).collect::<String>();
         self.template.refuse(format!(
-            "before the answer in message {} it writes `…{}`, and with the answer `…{}`: what the model is asked with is \
-             not what it learns after; give a template for training, which marks answers with `{{% generation %}}`",
+            "before the answer in message {} it writes `…{}`, and with the answer `…{}`: inference would give the model \
+             another prompt than training; give a template for training, which marks answers with `{{% generation %}}`",
             at + 1,
             part(prompt),
             part(rendered)

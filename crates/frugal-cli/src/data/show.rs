@@ -37,6 +37,10 @@ enum Color {
     Never,
 }
 
+/// Prints the records after the first `--skip`.
+///
+/// # Errors
+/// A source that cannot be opened or read; only invalid records.
 pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
     let source = arguments.source.open(common)?;
     let is_coloured = match arguments.color {
@@ -47,27 +51,27 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
         Color::Never => false,
     };
     let marks = if is_coloured { Marks::COLOURS } else { Marks::BRACKETS };
-    let (mut passed, mut shown, mut invalid) = (0, 0, 0);
+    let (mut read, mut shown, mut invalid) = (0, 0, 0);
     source.each(&mut |place, encoded| {
-        passed += 1;
-        if passed <= arguments.skip {
+        read += 1;
+        if read <= arguments.skip {
             return Ok(ControlFlow::Continue(()));
         }
         if shown == arguments.number {
             return Ok(ControlFlow::Break(()));
         }
         shown += 1;
-        // The record's rows, or why it has none.
         let (rows, counts) = match encoded {
             Ok(encoded) => encoded,
-            // An invalid record is noted, and the records after it are shown.
+            // An invalid record does not stop the command: the valid ones after it are shown.
             Err(error) => {
                 invalid += 1;
-                common.note(&format!("wrong: {error}"));
+                common.note(&format!("invalid: {error}"));
                 return Ok(ControlFlow::Continue(()));
             }
         };
         if rows.is_empty() {
+            // A valid record without rows: too long, or without a token in the loss.
             let why = if counts.skipped > 0 { "it is too long" } else { "nothing of it is learned" };
             common.note(&format!("{place}: left out: {why}"));
         }
@@ -79,8 +83,8 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
             }
             let text = marked(row, tokenizer, marks)?;
             let (tokens, learned) = (row.tokens.len(), learned(row));
-            let place = place.to_string();
             // A file's name may contain escape sequences for the terminal.
+            let place = place.to_string();
             let place = without_controls(&place);
             print_coloured(&format!(
                 "── {place}: {tokens} tokens, {learned} learned\n{}\n",
@@ -90,7 +94,7 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
         Ok(ControlFlow::Continue(()))
     })?;
     if shown > 0 && invalid == shown {
-        bail!("nothing is shown: the records are wrong; `{}` lists why", source.check);
+        bail!("no record is shown, because all are invalid; `{}` lists why", source.check);
     }
     Ok(())
 }

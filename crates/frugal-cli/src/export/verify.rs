@@ -27,10 +27,11 @@ pub(super) struct Files<'a> {
     pub(super) texts: &'a Path,
     /// The adapter's folder, if there is one.
     pub(super) adapter: Option<&'a Path>,
-    /// The GGUF files of the model and of the adapter, which llama.cpp loads.
+    /// The GGUF file of the model, which llama.cpp loads.
     pub(super) model: &'a Path,
+    /// The GGUF file of the adapter, if there is one.
     pub(super) lora: Option<&'a Path>,
-    /// The type of the model's matrices.
+    /// The type of the matrices in the GGUF file.
     pub(super) kind: TensorType,
 }
 
@@ -40,8 +41,9 @@ pub(super) struct Figures {
     largest: f64,
     /// The largest difference that a correct file may have.
     limit: f64,
+    /// The type of the matrices, which decides the limit.
     kind: TensorType,
-    /// A text that llama.cpp tokenizes differently.
+    /// The first text that llama.cpp tokenizes differently.
     other_tokens: Option<String>,
 }
 
@@ -76,20 +78,23 @@ pub(super) fn fits_memory(folder: &Path) -> anyhow::Result<bool> {
 }
 
 /// Compares the log-probabilities of the whole vocabulary after three prompts, and the tokens of [`TEXTS`] and of a rendered conversation.
+///
+/// # Errors
+/// A tokenizer without plain tokens; a model or an adapter that llama.cpp or this program cannot load.
 pub(super) fn compare(llama_cpp: &LlamaCpp, model: &Model, files: &Files<'_>) -> anyhow::Result<Figures> {
     let plain = model.tokenizer().plain_tokens();
     let Some(forced) = plain.first().copied() else {
         bail!("the tokenizer has no token of letters alone to verify with")
     };
-    // The same tokens on every run: a multiplicative generator over the plain ones.
+    // Prompts of plain tokens, by a linear congruential generator: the same on every run.
     let mut state = 1u64;
     let mut next = || {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         plain[(state >> 33) as usize % plain.len()]
     };
-    // llama.cpp's log-probabilities and tokens, then this program's.
     let prompts: Vec<Vec<u32>> =
         LENGTHS.iter().map(|length| (0..*length).map(|_| next()).collect()).collect();
+    // llama.cpp's log-probabilities and tokens, then this program's.
     let tokenizer = tokenizer_of(files.texts)?;
     let mut texts = TEXTS.map(str::to_owned).to_vec();
     texts.extend(chat(files.texts));
@@ -107,8 +112,13 @@ pub(super) fn compare(llama_cpp: &LlamaCpp, model: &Model, files: &Files<'_>) ->
         .iter()
         .zip(&theirs.log_probabilities)
         .flat_map(|(ours, theirs)| ours.iter().zip(theirs).map(|(x, y)| (x - y).abs()))
-        // A NaN counts as the largest.
-        .fold(0.0, |largest: f64, difference| if difference <= largest { largest } else { difference });
+        // A NaN counts as larger than every number, and later differences do not replace it.
+        .fold(
+            0.0,
+            |largest: f64, difference| {
+                if difference.is_nan() || difference > largest { difference } else { largest }
+            },
+        );
     let mut other_tokens = None;
     for (text, theirs) in texts.into_iter().zip(theirs.tokens.iter().flatten()) {
         if tokenizer.encode(&text)? != *theirs {
@@ -142,6 +152,7 @@ fn log_probabilities(files: &Files<'_>, prompts: &[Vec<u32>]) -> anyhow::Result<
 }
 
 impl Figures {
+    /// Returns the figures for `--json`.
     pub(super) fn json(&self) -> Value {
         json!({
             "largest_difference": self.largest, "limit": self.limit, "type": self.kind.to_string(),
@@ -149,7 +160,7 @@ impl Figures {
         })
     }
 
-    /// Fails for a difference beyond the limit.
+    /// Returns an error if the largest difference exceeds the limit or is NaN.
     pub(super) fn judge(&self) -> anyhow::Result<()> {
         if self.largest <= self.limit {
             return Ok(());

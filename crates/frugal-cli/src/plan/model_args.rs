@@ -143,7 +143,6 @@ impl ModelArgs {
         if has_weights {
             return Folder::open(&folder).ok()?.kind().ok();
         }
-        // A folder without weights has the dtype in its config.json.
         let text = std::fs::read(folder.join(CONFIG)).ok()?;
         let config: serde_json::Value = serde_json::from_slice(&text).ok()?;
         match config.get("torch_dtype").or(config.get("dtype"))?.as_str()? {

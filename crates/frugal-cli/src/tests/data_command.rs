@@ -182,7 +182,7 @@ fn templates_name_the_fields_of_a_prompt() {
     let remedy = "`frugal data check numbered.csv --model model --format messages --max-length 50` lists all wrong records";
     assert!(refused.contains(remedy), "{refused}");
     let said = tiny.fail("data show numbered.csv --model model --format messages --json --quiet");
-    assert!(said.contains("nothing is shown: the records are wrong"), "{said}");
+    assert!(said.contains("no record is shown, because all are invalid"), "{said}");
     let templates = ["--prompt-template", "Q: {query} A:", "--completion-template", " {response}"];
     let shown = ["data", "show", "sums.csv", "--model", "model", "--number", "1", "--color", "never"];
     let ended = tiny.run_words(&[&shown[..], &templates].concat());
@@ -215,7 +215,7 @@ fn data_without_a_readable_record_have_no_figures() {
     let error = tiny.fail("data stats chat.jsonl --model model");
     assert!(error.contains("no record can be read; the first error of 3: chat.jsonl: line 1"), "{error}");
     assert!(
-        error.contains("it ends an answer with `<|over|>`, which is no special token of the tokenizer"),
+        error.contains("it ends an answer with `<|over|>`, which is not a special token of the tokenizer"),
         "{error}"
     );
     assert!(error.contains("give it as --chat-template"), "{error}");

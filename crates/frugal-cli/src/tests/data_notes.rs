@@ -107,7 +107,7 @@ fn the_command_that_lists_wrong_records_has_the_flags_that_were_given() {
     let command = format!("`frugal data check rows.jsonl {flags}`");
     let error = tiny.fail(&format!("data show rows.jsonl {flags}"));
     assert!(
-        error.ends_with(&format!("nothing is shown: the records are wrong; {command} lists why\n")),
+        error.ends_with(&format!("no record is shown, because all are invalid; {command} lists why\n")),
         "{error}"
     );
     let error = tiny.fail(&format!("data stats rows.jsonl {flags}"));

@@ -1,4 +1,4 @@
-//! The training and validation data of a configuration.
+//! Opens the training and validation data of `frugal train`: documents in rows of tokens, or a synthetic language.
 
 use std::sync::Arc;
 
@@ -30,9 +30,13 @@ pub(super) struct Data {
     pub(super) documents: Option<Documents>,
     /// Training batches, without end unless epochs are set.
     pub(super) train: Box<dyn Batches>,
+    /// Validation batches, which end; `None` without validation data.
     pub(super) validation: Option<Box<dyn Batches>>,
+    /// The vocabulary size of the model.
     pub(super) vocabulary: i64,
+    /// Optimizer steps.
     pub(super) steps: u64,
+    /// How batches are loaded, for diagnoses.
     pub(super) loading: Loading,
 }
 
@@ -42,10 +46,10 @@ impl Data {
     /// # Errors
     /// A missing or unreadable file; a vocabulary size that differs from the tokenizer's.
     pub(super) fn open(config: &Config, length: usize, device: Device) -> anyhow::Result<Self> {
-        let source = Source { config, length };
+        let request = Request { config, length };
         match DataSource::find(&config.data.source)?.documents() {
-            None => source.synthetic(device),
-            Some(documents) => source.documents(documents, device),
+            None => request.open_synthetic(device),
+            Some(documents) => request.open_documents(documents, device),
         }
     }
 
@@ -84,15 +88,15 @@ impl Data {
     }
 }
 
-/// The data of a configuration, and the length of a row.
-struct Source<'a> {
+/// A configuration, and the tokens of a row.
+struct Request<'a> {
     config: &'a Config,
     length: usize,
 }
 
-impl Source<'_> {
+impl Request<'_> {
     /// Opens the synthetic language, with another seed for validation.
-    fn synthetic(&self, device: Device) -> anyhow::Result<Data> {
+    fn open_synthetic(&self, device: Device) -> anyhow::Result<Data> {
         let Config { data, training, .. } = self.config;
         let seed = training.seed;
         let given = [
@@ -126,7 +130,8 @@ impl Source<'_> {
         })
     }
 
-    fn documents(&self, train: DocumentSource, device: Device) -> anyhow::Result<Data> {
+    /// Tokenizes documents, and opens batches of them by the strategy of the configuration.
+    fn open_documents(&self, train: DocumentSource, device: Device) -> anyhow::Result<Data> {
         let Config { data, training, .. } = self.config;
         let seed = training.seed;
         let strategy: Strategy = data.strategy.parse().map_err(|error: frugal::training::Error| {
@@ -136,7 +141,7 @@ impl Source<'_> {
                 None => error.into(),
             }
         })?;
-        // Read and tokenize the documents.
+        // Read and tokenize the documents; they must fill a row.
         let max_length = self.length;
         let documents = Documents::read(&DocumentConfig {
             train,
@@ -152,7 +157,7 @@ impl Source<'_> {
                 "--length {max_length}: the training data has {tokens} tokens; give at most that many, or more data"
             );
         }
-        // Open the training batches and count their steps.
+        // Open the training batches. With `steps` and `epochs` the training ends at whichever comes first.
         let options = BatchConfig {
             batch_size: training.batch,
             max_length,
@@ -167,7 +172,7 @@ impl Source<'_> {
             training.steps,
             training.epochs.map(|epochs| steps(&*source, epochs, training.accumulation)),
         ) {
-            (Some(steps), Some(of_epochs)) => steps.min(of_epochs),
+            (Some(steps), Some(steps_of_epochs)) => steps.min(steps_of_epochs),
             (Some(steps), None) | (None, Some(steps)) => steps,
             (None, None) => STEPS,
         };

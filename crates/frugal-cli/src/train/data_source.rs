@@ -1,4 +1,4 @@
-//! `--data` of a training from scratch: the kinds of sources, and what a path has to be.
+//! `--data` of `frugal train`: the kinds of sources, and how a path is recognized as one.
 
 use std::fmt;
 use std::path::Path;
@@ -19,7 +19,7 @@ pub(super) enum DataSource<'a> {
     Embedded,
     /// A folder of tokens.
     TokenStore(&'a Path),
-    /// A file of JSON lines, one field of each is a document.
+    /// A `.jsonl` file: one field of each line is a document.
     JsonLines(&'a Path),
     /// A file with a document in each line.
     Text(&'a Path),
@@ -47,7 +47,7 @@ impl<'a> DataSource<'a> {
         }
     }
 
-    /// Returns where the documents are read; `None` for the synthetic language.
+    /// Returns the source as `dataloading` opens it; `None` for the synthetic language.
     pub(super) fn documents(self) -> Option<DocumentSource> {
         match self {
             Self::Synthetic => None,
@@ -77,8 +77,8 @@ fn not_a_token_store(folder: &Path) -> anyhow::Result<String> {
         names.push(name);
     }
     names.sort();
-    let is_text =
-        |name: &&String| [".txt", ".jsonl", ".txt.gz", ".jsonl.gz"].iter().any(|end| name.ends_with(end));
+    // Not `.jsonl.gz`: only the extension `.jsonl` makes a file JSON lines, so its lines would be trained on as plain text.
+    let is_text = |name: &&String| [".txt", ".jsonl", ".txt.gz"].iter().any(|end| name.ends_with(end));
     let shown = folder.display();
     let problem =
         format!("--data {shown} is a folder, so it must be a token store, but it has no {FIRST_TOKENS}");

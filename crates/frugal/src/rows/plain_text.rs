@@ -12,10 +12,12 @@ use super::encoder::RowEncoder;
 use super::prepare::writer;
 use crate::error::{Error, Result};
 
-/// Reads rows from a text file and passes them to `each` until it breaks. The text is encoded [in pieces](dataloading::Tokenizer::encode_file), so a file may be larger than memory.
+/// Reads rows from a text file and passes them to `each` until it breaks. The text is encoded
+/// [in pieces](dataloading::Tokenizer::encode_file), so a file may be larger than memory.
 ///
 /// # Errors
-/// No text; a longest row of fewer than 2 tokens; a token beyond the model's vocabulary; the first error of `each`.
+/// A file that cannot be read or has no text; a longest row of fewer than 2 tokens; a token beyond the model's vocabulary; the first error
+/// of `each`.
 pub fn text<E: From<Error> + From<dataloading::Error>>(
     path: &Path,
     encoder: &RowEncoder,
@@ -29,15 +31,15 @@ pub fn text<E: From<Error> + From<dataloading::Error>>(
             Error::Value { key: "data.max_length", found: length, expected: "2 tokens or more" }.into()
         );
     }
-    let (mut row, mut count, mut is_over) = (Vec::new(), 0_usize, false);
-    // Passes a full row on only when another token follows, because the next row has to predict one.
+    let (mut row, mut count, mut is_broken) = (Vec::new(), 0_usize, false);
+    // Adds a token. A full row is passed on only when another token follows it: the next row begins with its last token and predicts this one.
     let mut add = |id: u32, row: &mut Vec<i64>| -> Result<ControlFlow<()>, E> {
         if row.len() == longest {
             let full = std::mem::replace(row, row[longest - 1..].to_vec());
-            is_over = each(learned(full))?.is_break();
+            is_broken = each(learned(full))?.is_break();
         }
         row.push(i64::from(id));
-        Ok(if is_over { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+        Ok(if is_broken { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
     };
     // Adds tokens, and refuses those beyond the vocabulary.
     let mut add_all = |ids: &[u32], row: &mut Vec<i64>| -> Result<ControlFlow<()>, E> {
@@ -58,24 +60,24 @@ pub fn text<E: From<Error> + From<dataloading::Error>>(
     };
     // The begin and end tokens are added unless the text has them already.
     let mut begin = options.begin;
-    let mut is_broken = false;
+    let mut has_ended = false;
     encoder.tokenizer().encode_file(path, |ids| -> Result<ControlFlow<()>, E> {
         if let (Some(first), false) = (begin, ids.is_empty()) {
             begin = None;
             if ids.first() != Some(&first) {
-                is_broken |= add_all(&[first], &mut row)?.is_break();
+                has_ended |= add_all(&[first], &mut row)?.is_break();
             }
         }
         let flow = add_all(ids, &mut row)?;
-        is_broken |= flow.is_break();
+        has_ended |= flow.is_break();
         Ok(flow)
     })?;
-    let is_ended = row.last().and_then(|id| u32::try_from(*id).ok()).is_some_and(|last| encoder.is_end(last));
-    if is_broken || !is_ended && add_all(&[options.end], &mut row)?.is_break() {
+    let has_end = row.last().and_then(|id| u32::try_from(*id).ok()).is_some_and(|last| encoder.is_end(last));
+    if has_ended || !has_end && add_all(&[options.end], &mut row)?.is_break() {
         return Ok(());
     }
-    // The begin and the end token alone are not a text.
-    if count < 3 {
+    // The begin token, if the model has one, and the end token alone are not a text.
+    if count < 2 + usize::from(options.begin.is_some()) {
         return Err(Error::File { path: path.to_owned(), reason: "no text in it".to_owned() }.into());
     }
     let _ended = each(learned(row))?;
@@ -104,7 +106,7 @@ pub fn texts(files: &[PathBuf], encoder: &RowEncoder, limit: Option<usize>) -> R
     Ok(rows.finish()?)
 }
 
-/// A row in which every token counts in the loss.
+/// Returns a row in which every token counts in the loss.
 fn learned(tokens: Vec<i64>) -> MaskedRow {
     MaskedRow { labels: tokens.clone(), tokens }
 }

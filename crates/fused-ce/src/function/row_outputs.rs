@@ -1,4 +1,4 @@
-//! Per-row results of forward: losses, the statistics that a second pass needs, and what was asked for beside the loss.
+//! Results of forward, one value per row: the losses, the statistics that backward needs, and the outputs that the options add to the loss.
 
 use kernels::cross_entropy::Statistics;
 use runtime::Result;
@@ -9,18 +9,20 @@ use tch::{Kind, Tensor};
 use super::Fused;
 use crate::options::{LogSumExp, Reduction};
 
-/// One value per row `[n]` each, filled chunk by chunk.
+/// Tensors `[n]` over the rows that are computed, filled chunk by chunk; `None` where neither the options nor backward need them. All but the
+/// predictions are in the dtype of the logits' arithmetic.
 pub(super) struct RowOutputs {
     losses: Tensor,
     log_sum_exp: Option<Tensor>,
+    /// The class of the largest logit, in int64.
     predictions: Option<Tensor>,
     entropy: Option<Tensor>,
-    /// Maximum, sum and mass of each row, as far as backward needs them.
+    /// Maximum and sum of each row; its mass too if the targets are distributions.
     statistics: [Option<Tensor>; 3],
 }
 
 impl RowOutputs {
-    /// Allocates the outputs of `fused`; the statistics if `saves_statistics`.
+    /// Allocates the outputs of `fused` on the device of `hidden`; the statistics if `saves_statistics`.
     pub(super) fn new(fused: &Fused, hidden: &Tensor, saves_statistics: bool) -> Result<Self> {
         let (options, compute) = (&fused.options, fused.plan.compute);
         let per_row = |is_needed: bool, kind: Kind| {
@@ -40,7 +42,7 @@ impl RowOutputs {
         })
     }
 
-    /// Stores the results of the rows from `start` on.
+    /// Stores the results of a chunk, whose rows begin at `start`.
     pub(super) fn store(&self, start: i64, losses: &Tensor, rows: &Statistics) -> Result<()> {
         let store = |output: &Option<Tensor>, value: &Tensor| -> Result<()> {
             if let Some(output) = output {
@@ -62,12 +64,15 @@ impl RowOutputs {
         rows.best.as_ref().map_or(Ok(()), |best| store(&self.predictions, best))
     }
 
-    /// Takes the statistics for backward.
+    /// Takes the statistics for backward: maximum, sum and mass.
     pub(super) fn take_statistics(&mut self) -> [Option<Tensor>; 3] {
         std::mem::take(&mut self.statistics)
     }
 
-    /// Returns the function's outputs: the reduced loss, and what the options ask for beside it.
+    /// Returns the function's outputs in this order: the reduced loss, then, if the options ask for them, the log-sum-exp, the predictions with
+    /// the number of correct ones, and the entropy. Of these the loss is differentiable, and the log-sum-exp unless it is a value alone.
+    ///
+    /// `factors` `[n]` multiply the losses of the rows, and `divisor` divides their sum.
     pub(super) fn finish(
         self,
         fused: &Fused,
@@ -96,7 +101,7 @@ impl RowOutputs {
             outputs.push(fused.scatter(&values, 0.0)?);
         }
         if let Some(predictions) = self.predictions {
-            // The number of labelled tokens that are predicted; none where targets are distributions.
+            // The number of labelled tokens whose class is predicted; an empty tensor if the targets are distributions.
             let correct = match (&fused.rows.classes, &fused.rows.labelled) {
                 (Some(classes), Some(labelled)) => {
                     let correct = predictions.f_eq_tensor(classes)?;

@@ -1,4 +1,5 @@
-//! Predicted training steps on many GPUs: compared with published ones, on 8 to 100,000 GPUs, and with the time that failures cost.
+//! Predicts training steps on 8 to 100,000 GPUs: the errors against published figures, step time and MFU with the time that failures cost,
+//! and the tokens per GPU that hide the transfers of ZeRO-3.
 
 use accounting::decoder_flops::Workload;
 use accounting::hardware;
@@ -10,10 +11,11 @@ use report::{Case, Environment, Metric, Record};
 use super::record;
 
 const EXPERIMENT: &str = "accounting-scale";
+/// Tokens of a sequence.
 const SEQUENCE: u64 = 8192;
-/// The rate that a 400 Gb/s link reaches.
+/// Bytes per second that a 400 Gb/s link reaches.
 const LINK: f64 = 46e9;
-/// Rates of NVLink and of eight links to a node; the FLOP/s are calibrated.
+/// Bytes per second of NVLink within a node of 8 GPUs, and of its eight links to other nodes.
 const H100: Network = Network { node: 8, local: 380e9, between: 8.0 * LINK, latency: 10e-6 };
 /// Published tokens per second and GPU of Llama-3.1-8B with FSDP on 8 H100: eager, with torch.compile, and with fp8 products too.
 const CALIBRATION: [(&str, f64); 3] = [("eager", 5762.0), ("torch.compile", 6667.0), ("fp8", 8532.0)];
@@ -33,15 +35,15 @@ struct Published {
     sequences: u64,
     /// The share of the forward that backward runs again.
     recomputed: f64,
-    /// All GPUs, those of a shard, and those of a replica: see [`Parallelism`].
+    /// All GPUs; those that divide the weights (FSDP); those that divide the layers (TP · PP): see [`Parallelism`].
     gpus: [u64; 3],
     /// The share of the time in which the pipeline is empty.
     bubble: f64,
-    /// Tokens per second and GPU.
+    /// Published tokens per second and GPU.
     rate: f64,
 }
 
-/// Numbers of GPUs.
+/// Numbers of GPUs of the predicted steps.
 const COUNTS: [u64; 9] = [8, 64, 512, 2048, 4096, 8192, 16_384, 32_768, 100_000];
 
 /// The pipeline bubble of 8 stages and 32 micro-batches, (p − 1)/(m + p − 1); with two interleaved stages per rank, half as long.
@@ -100,7 +102,7 @@ fn run(
     model: &Decoder,
     sequences: u64,
     recomputed: f64,
-    [gpus, shard, share]: [u64; 3],
+    [gpus, shard, model_parallel]: [u64; 3],
     bubble: f64,
 ) -> Run<'_> {
     Run {
@@ -109,7 +111,7 @@ fn run(
         recomputed,
         weights: Dtype::Bf16,
         gradients: Dtype::Fp32,
-        parallelism: Parallelism { gpus, shard, model: share, bubble },
+        parallelism: Parallelism { gpus, shard, model: model_parallel, bubble },
     }
 }
 
@@ -131,37 +133,38 @@ pub(crate) fn scale(environment: &Environment) -> Result<Vec<Record>, Error> {
 
 type Figures = Vec<(Case, Metric)>;
 
-/// Returns published figures, the predictions of them, and the relative errors.
+/// Returns published figures, their predictions, and the errors of the predictions.
 fn published() -> Result<Figures, Error> {
     let mut figures = Vec::new();
-    let mut put = |kind: &str, what: &str, source: &str, unit: &str, value: f64, ours: f64| {
+    let mut add = |kind: &str, what: &str, source: &str, unit: &str, value: f64, predicted: f64| {
         let case = Case::new()
             .with("shows", "published")
             .with("kind", kind)
             .with("what", what)
             .with("source", source);
         figures.push((case.clone(), Metric::exact("published", unit, value)));
-        figures.push((case.clone(), Metric::exact("predicted", unit, ours)));
-        figures.push((case.clone(), Metric::exact("distance", "%", 100.0 * (ours / value - 1.0))));
-        figures.push((case, Metric::exact("relative_error", "ratio", (ours / value - 1.0).abs())));
+        figures.push((case.clone(), Metric::exact("predicted", unit, predicted)));
+        figures.push((case.clone(), Metric::exact("distance", "%", 100.0 * (predicted / value - 1.0))));
+        figures.push((case, Metric::exact("relative_error", "ratio", (predicted / value - 1.0).abs())));
     };
     const TITAN_SOURCE: &str = "torchtitan, December 2024";
     for Published { what, program, model, sequences, recomputed, gpus, bubble, rate } in TITAN {
         let model = presets::find(model)?;
-        let ours =
+        let predicted =
             run(&model, sequences, recomputed, gpus, bubble).tokens_per_second(&calibrated(program)?)?;
-        put("tokens/s", what, TITAN_SOURCE, "tokens/s", rate, ours);
+        add("tokens/s", what, TITAN_SOURCE, "tokens/s", rate, predicted);
     }
-    // Weights, gradients and moments in fp32 are sharded over all GPUs; activations take as much on 8 GPUs as on 128.
+    // torchtitan publishes the peak memory of a GPU in GiB, among 8 and among 128. The difference is the shard of the weights, gradients and
+    // moments in fp32: activations take as much on 8 GPUs as on 128.
     let model = presets::find("llama-3-8b")?;
     let states = |gpus| run(&model, 2, SELECTIVE, [gpus, gpus, 1], 0.0).state_bytes(&Recipe::FP32);
-    let less = states(8)? - states(128)?;
+    let saved = states(8)? - states(128)?;
     let gib = f64::from(1u32 << 30);
-    put("bytes", "8B, memory less on 128 GPUs than on 8", TITAN_SOURCE, "B", (82.4 - 67.0) * gib, less);
-    put("bytes", "the same with torch.compile", TITAN_SOURCE, "B", (77.0 - 62.0) * gib, less);
+    add("bytes", "8B, memory less on 128 GPUs than on 8", TITAN_SOURCE, "B", (82.4 - 67.0) * gib, saved);
+    add("bytes", "the same with torch.compile", TITAN_SOURCE, "B", (77.0 - 62.0) * gib, saved);
     let effective = |gpus| 100.0 * LLAMA_3_FAILURES.effective(gpus);
-    put("effective", "Llama 3 on 16,384 GPUs: more than", "arXiv:2407.21783", "%", 90.0, effective(16_384));
-    put("effective", "about 100,000 GPUs, full restarts", "arXiv:2602.00277", "%", 44.0, effective(100_000));
+    add("effective", "Llama 3 on 16,384 GPUs: more than", "arXiv:2407.21783", "%", 90.0, effective(16_384));
+    add("effective", "about 100,000 GPUs, full restarts", "arXiv:2602.00277", "%", 44.0, effective(100_000));
     Ok(figures)
 }
 
@@ -213,7 +216,8 @@ fn steps() -> Result<Figures, Error> {
     Ok(figures)
 }
 
-/// Returns the tokens per GPU from which on transfers are hidden, by the links of a node, and the GPUs that a batch of 16 Mi tokens can use.
+/// Returns, for each network, the smallest number of tokens per GPU that hides the transfers, and the number of GPUs among which a batch of
+/// 16 Mi tokens gives each so many.
 fn critical() -> Result<Figures, Error> {
     let gpus = calibrated("torch.compile")?;
     let links = [
