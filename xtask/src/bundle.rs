@@ -50,7 +50,8 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     let mut manifest =
         Manifest { revision: revision::current(workspace), torch: pair.torch.into(), ..Manifest::default() };
     for (name, path) in programs {
-        let place = Path::new("bin").join(&name);
+        // The binary of `frugal-cli` is `frugal`.
+        let place = Path::new("bin").join(path.file_name().context("a program has a name")?);
         entries.push(Entry::program(&place, path));
         if name != "xtask" {
             manifest.programs.insert(name, place);

@@ -89,9 +89,10 @@ pub(crate) fn build_programs(
     }
     args.extend(packages.iter().flat_map(|package| ["--package", package]));
     let made = executables(workspace, &args)?;
-    let programs: BTreeMap<_, _> = made.into_iter().filter(|e| !e.test).map(|e| (e.name, e.path)).collect();
+    let programs: BTreeMap<_, _> =
+        made.into_iter().filter(|e| !e.test).map(|e| (e.package, e.path)).collect();
     match packages.iter().find(|package| !programs.contains_key(*package)) {
-        Some(package) => bail!("the package {package} has no binary of its own name"),
+        Some(package) => bail!("the package {package} has no binary"),
         None => Ok(programs),
     }
 }
