@@ -307,7 +307,7 @@ fn samples_of_dropped_batches_are_counted() {
         let options = PackedConfig { rows: 5, plan, incomplete, ..PackedConfig::default() };
         let packed = PackedDataset::new(Numbered(lengths.clone()), &options).unwrap();
         let rows = packed.plan().rows();
-        assert!(!rows.is_multiple_of(5), "{rows} rows, none of which is left out");
+        assert!(!rows.is_multiple_of(5), "{rows} rows, and none is left out");
         assert_eq!(packed.dropped_rows(), if incomplete == Incomplete::Drop { rows % 5 } else { 0 });
         let handed = (0..packed.batches(3)).map(|index| packed.batch(3, index).unwrap().tokens.size()[0]);
         assert_eq!(handed.sum::<i64>() as usize, rows - packed.dropped_rows());

@@ -143,7 +143,7 @@ fn context() -> Context<'static> {
 }
 
 impl Bench {
-    /// Runs `plans` in turns: once each to warm up, then in `rounds` rounds, before each of which `stack`'s layer is measured
+    /// Runs `plans` in turns: once each to warm up, then in `rounds` rounds. Before each round `stack`'s layer is measured
     /// `probes` times. `report` is called with the name of each run.
     ///
     /// # Errors

@@ -173,7 +173,7 @@ fn an_adapter_of_another_base_is_told() {
         error: the adapter problems: problems/adapter_config.json: No such file or directory (os error 2); an adapter's folder contains adapter_config.json and adapter_model.safetensors
     "#]],
     );
-    // It does not say of which model it is.
+    // It does not name its model.
     contains(
         &tiny,
         "generate --model @out --prompt a",

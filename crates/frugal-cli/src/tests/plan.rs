@@ -218,7 +218,7 @@ fn a_budget_below_the_program_ends_like_one_in_which_nothing_fits(session: &Sess
     assert!(ended.err.contains("error: a budget of 1.00 MiB is below the "), "{}", ended.err);
 }
 
-/// 67.5 TFLOP/s of fp32 by the data sheet, 0.7 of which products reach, where they reach 550 in bf16.
+/// The data sheet has 67.5 TFLOP/s in fp32. Products are assumed to reach 0.7 of it, and 550 in bf16.
 fn products_have_the_rate_of_their_dtype(session: &Session) {
     let flops = |flags: &str| {
         let words = format!("--model qwen2.5-0.5b --hardware h100 --json {flags}");

@@ -11,7 +11,7 @@ use lora::peft::TENSORS_FILE;
 use serde_json::{Value, json};
 use sha2::{Digest, Sha256};
 
-/// Sixty sums, of which one is held out.
+/// Writes sixty sums; a training holds one out.
 pub(crate) fn sums(tiny: &Tiny) {
     let mut lines = String::new();
     for n in 0..60 {

@@ -43,7 +43,7 @@ fn run(runs: &[(Case, usize)]) -> Vec<Vec<Vec<String>>> {
     trainings::run(A_RANK, runs)
 }
 
-/// Runs trainings of which each group prints the same: losses and norms on every rank, weights on every rank, the state on rank 0.
+/// Runs trainings; each group prints the same: losses and norms on every rank, weights on every rank, the state on rank 0.
 /// Returns for each training what its ranks printed.
 #[track_caller]
 fn check_equal(groups: &[Vec<(Case, usize)>]) -> Vec<Vec<Vec<String>>> {

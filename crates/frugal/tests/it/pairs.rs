@@ -25,7 +25,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::techniques::{Family, Promise, TECHNIQUES, Technique};
 
-/// Rows of an epoch, all of which are one step.
+/// Rows of an epoch, which is one step.
 pub(crate) const ROWS: usize = 8;
 const VOCABULARY: i64 = 61;
 const STEPS: u64 = 2;

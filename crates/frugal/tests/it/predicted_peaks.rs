@@ -223,7 +223,7 @@ fn models() -> [(&'static str, DecoderConfig); 2] {
     [("qwen2", wide), ("llama", deep)]
 }
 
-/// Rows of up to `length` tokens, of which the second half is learned.
+/// Rows of up to `length` tokens. The second half of each counts in the loss.
 fn batches(case: &Case) -> MaskedBatches {
     let row = |number: usize| {
         let count = case.length + 1 - number % 5;
