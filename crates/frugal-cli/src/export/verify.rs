@@ -108,17 +108,7 @@ pub(super) fn compare(llama_cpp: &LlamaCpp, model: &Model, files: &Files<'_>) ->
         threads: std::thread::available_parallelism().map_or(1, usize::from),
     })?;
     let ours = log_probabilities(files, &prompts).context("the log-probabilities of this program")?;
-    let largest = ours
-        .iter()
-        .zip(&theirs.log_probabilities)
-        .flat_map(|(ours, theirs)| ours.iter().zip(theirs).map(|(x, y)| (x - y).abs()))
-        // A NaN counts as larger than every number, and later differences do not replace it.
-        .fold(
-            0.0,
-            |largest: f64, difference| {
-                if difference.is_nan() || difference > largest { difference } else { largest }
-            },
-        );
+    let largest = largest_difference(&ours, &theirs.log_probabilities);
     let mut other_tokens = None;
     for (text, theirs) in texts.into_iter().zip(theirs.tokens.iter().flatten()) {
         if tokenizer.encode(&text)? != *theirs {
@@ -127,6 +117,20 @@ pub(super) fn compare(llama_cpp: &LlamaCpp, model: &Model, files: &Files<'_>) ->
         }
     }
     Ok(Figures { largest, limit: limit(files.kind, model.architecture()), kind: files.kind, other_tokens })
+}
+
+/// Returns the largest difference of two numbers at one place. A NaN counts as larger than every number.
+fn largest_difference(ours: &[Vec<f64>], theirs: &[Vec<f64>]) -> f64 {
+    let differences = ours
+        .iter()
+        .zip(theirs)
+        .flat_map(|(ours, theirs)| ours.iter().zip(theirs).map(|(x, y)| (x - y).abs()));
+    differences.fold(
+        0.0,
+        |largest: f64, difference| {
+            if difference.is_nan() || difference > largest { difference } else { largest }
+        },
+    )
 }
 
 /// Renders a conversation with the chat template; `None` without a template.
@@ -188,6 +192,32 @@ impl fmt::Display for Figures {
                 "; note: it splits some texts into other tokens than the tokenizer does, such as {text:?}"
             ),
             None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_nan_at_any_place_fails_the_verification() {
+        let ours = vec![vec![-1.0, -2.0], vec![-3.0, -4.0]];
+        let figures = |theirs: &[Vec<f64>]| Figures {
+            largest: largest_difference(&ours, theirs),
+            limit: limit(TensorType::F32, "qwen2"),
+            kind: TensorType::F32,
+            other_tokens: None,
+        };
+        assert!(figures(&ours).judge().is_ok());
+        let mut theirs = ours.clone();
+        theirs[0][1] = -2.5;
+        assert_eq!(figures(&theirs).largest, 0.5);
+        assert!(figures(&theirs).judge().is_err());
+        for place in 0..4 {
+            let mut theirs = ours.clone();
+            theirs[place / 2][place % 2] = f64::NAN;
+            assert!(figures(&theirs).judge().is_err(), "{place}");
         }
     }
 }

@@ -23,6 +23,7 @@ use frugal::models::DecoderConfig;
 use frugal::planning::{self, Budget, MachineRates, NotPredicted};
 use frugal::{Config, Recipe};
 use report::cli::Failure;
+use serde_json::{Value, json};
 use tch::{Device, Kind};
 
 use super::model_args::ModelArgs;
@@ -99,6 +100,34 @@ pub(crate) struct Conditions {
     on_cpu: bool,
     /// Ranks that share the machine.
     sharing: u64,
+}
+
+impl Conditions {
+    /// The step and the rates, which every plan prints as JSON.
+    fn json(&self, arguments: &StepArgs) -> anyhow::Result<serde_json::Map<String, Value>> {
+        let Self { planned, machine, budget, memory, .. } = self;
+        let conditions = entries([
+            ("model", json!(arguments.model.name())),
+            ("model_bytes", json!(planned.weights)),
+            ("parameters", json!(planned.model.parameters()?)),
+            ("budget_bytes", json!(budget.total)),
+            ("budget", json!(memory.device)),
+            ("flops", json!(machine.flops)),
+            ("memory_rate", json!(machine.bandwidth)),
+            ("link_rate", json!(machine.transfers.load)),
+        ]);
+        Ok(conditions.collect())
+    }
+}
+
+/// Named values as the entries of a JSON object.
+fn entries<const N: usize>(values: [(&str, Value); N]) -> impl Iterator<Item = (String, Value)> {
+    values.into_iter().map(|(name, value)| (name.to_owned(), value))
+}
+
+/// Tokens from which on loads hide behind compute, for each pass.
+fn hiding_json(hiding: &[(Direction, u64)]) -> Value {
+    hiding.iter().map(|(pass, tokens)| json!({ "pass": pass.name(), "tokens": tokens })).collect()
 }
 
 /// The ways to run a training step in one process: what `frugal plan` compares, and `plan memory` and `plan fit` look into.

@@ -220,10 +220,18 @@ mod tests {
             DecoderConfig { tie_word_embeddings: true, ..DecoderConfig::qwen2(4096, 512, 2048, 8, 8) };
         let (config, data) = (Config::default(), DataShape::uniform(4, 128, false));
         let (kind, device) = (Kind::Float, Device::Cuda(0));
-        let rates = KnownRates::nominal_of_host().with_nominal_gpu();
-        let job = planning::job(&config, &shape, (kind, device), &data, &rates).unwrap();
-        let allowed = planning::allowed(&config, 8, device).unwrap();
-        let plans = job.search(&allowed, AvailableMemory { device: 100 << 30, host: None }).unwrap();
-        assert_eq!(plans.chosen().unwrap().name(), "keep all");
+        let host = KnownRates::nominal_of_host();
+        let chosen = |rates: &KnownRates| {
+            let job = planning::job(&config, &shape, (kind, device), &data, rates).unwrap();
+            let allowed = planning::allowed(&config, 8, device).unwrap();
+            let plans = job.search(&allowed, AvailableMemory { device: 100 << 30, host: None }).unwrap();
+            let chosen = plans.chosen().unwrap();
+            (chosen.name(), chosen.seconds)
+        };
+        let (name, seconds) = chosen(&host.with_nominal_gpu());
+        assert_eq!(name, "keep all");
+        // The step is not predicted at the host's rates.
+        let (_, on_host) = chosen(&host);
+        assert!(seconds < on_host / 10.0, "{seconds} s, {on_host} s at the host's rates");
     }
 }

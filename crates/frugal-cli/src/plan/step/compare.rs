@@ -6,7 +6,7 @@ use report::unit::human;
 use serde_json::json;
 
 use super::variants::{Variant, streaming, variants};
-use super::{Conditions, StepArgs, head, nothing_fits, ranks};
+use super::{Conditions, StepArgs, entries, head, hiding_json, nothing_fits, ranks};
 use crate::common_flags::Common;
 use crate::output::{print_line, print_lines};
 
@@ -75,22 +75,15 @@ impl Comparison {
     }
 
     fn json(&self, arguments: &StepArgs, conditions: &Conditions) -> anyhow::Result<serde_json::Value> {
-        let Conditions { planned, machine, budget, memory, .. } = conditions;
-        Ok(json!({
-            "model": arguments.model.name(),
-            "model_bytes": planned.weights,
-            "parameters": planned.model.parameters()?,
-            "budget_bytes": budget.total,
-            "budget": memory.device,
-            "flops": machine.flops,
-            "memory_rate": machine.bandwidth,
-            "link_rate": machine.transfers.load,
-            "ranks": self.ranks,
-            "variants": self.variants.iter().map(|variant| variant.json(memory.device)).collect::<Vec<_>>(),
-            "chosen": self.chosen().map(|variant| variant.name.as_str()),
-            "tokens_that_hide_loads": self.hiding.iter()
-                .map(|(pass, tokens)| json!({ "pass": pass.name(), "tokens": tokens })).collect::<Vec<_>>(),
-        }))
+        let mut plan = conditions.json(arguments)?;
+        let variants = self.variants.iter().map(|variant| variant.json(conditions.memory.device)).collect();
+        plan.extend(entries([
+            ("ranks", json!(self.ranks)),
+            ("variants", variants),
+            ("chosen", json!(self.chosen().map(|variant| variant.name.as_str()))),
+            ("tokens_that_hide_loads", hiding_json(&self.hiding)),
+        ]));
+        Ok(plan.into())
     }
 
     fn lines(&self, arguments: &StepArgs, conditions: &Conditions) -> anyhow::Result<Vec<(String, String)>> {

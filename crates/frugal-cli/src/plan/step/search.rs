@@ -11,7 +11,9 @@ use report::unit::human;
 use serde_json::json;
 use tch::{Device, Kind};
 
-use super::{Conditions, PlannedStep, StepArgs, head, not_predicted, nothing_fits, shape};
+use super::{
+    Conditions, PlannedStep, StepArgs, entries, head, hiding_json, not_predicted, nothing_fits, shape,
+};
 use crate::common_flags::Common;
 use crate::output::{print_line, print_lines, print_text};
 use crate::run::plan::{Columns, candidates_json, candidates_table};
@@ -93,27 +95,19 @@ impl Printed<'_> {
     }
 
     fn json(&self) -> anyhow::Result<serde_json::Value> {
-        let Conditions { planned, machine, budget, memory, .. } = self.conditions;
         let Ways { result, half, .. } = self.ways;
-        Ok(json!({
-            "model": self.arguments.model.name(),
-            "model_bytes": planned.weights,
-            "parameters": planned.model.parameters()?,
-            "budget_bytes": budget.total,
-            "budget": memory.device,
-            "flops": machine.flops,
-            "memory_rate": machine.bandwidth,
-            "link_rate": machine.transfers.load,
-            "ranks": 1,
-            "master_weights": half,
-            "variants": candidates_json(result, COLUMNS),
-            "chosen": result.chosen().map(Candidate::name),
-            "flags": self.shown().map(|shown| self.flags(shown)),
-            "with_more_memory": result.faster().map(Candidate::name),
-            "with_less_memory": result.cheaper().map(Candidate::name),
-            "tokens_that_hide_loads": self.hiding()?.iter()
-                .map(|(pass, tokens)| json!({ "pass": pass.name(), "tokens": tokens })).collect::<Vec<_>>(),
-        }))
+        let mut plan = self.conditions.json(self.arguments)?;
+        plan.extend(entries([
+            ("ranks", json!(1)),
+            ("master_weights", json!(half)),
+            ("variants", json!(candidates_json(result, COLUMNS))),
+            ("chosen", json!(result.chosen().map(Candidate::name))),
+            ("flags", json!(self.shown().map(|shown| self.flags(shown)))),
+            ("with_more_memory", json!(result.faster().map(Candidate::name))),
+            ("with_less_memory", json!(result.cheaper().map(Candidate::name))),
+            ("tokens_that_hide_loads", hiding_json(&self.hiding()?)),
+        ]));
+        Ok(plan.into())
     }
 
     fn print(&self) -> anyhow::Result<()> {
