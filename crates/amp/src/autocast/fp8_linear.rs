@@ -1,38 +1,57 @@
 //! A linear layer in fp8: e4m3 in forward, e5m2 for the gradient, one scale per tensor (Micikevicius et al.,
 //! arXiv:2209.05433).
 //!
-//! A tensor t is quantized as q = cast(clamp(s·t, ±m)) with s = m/max|t|, where m is the largest number of the dtype (448 for
+//! A tensor t is quantized as q = cast(s·t) with s = m/max|t|, where m is the largest number of the dtype (448 for
 //! e4m3, 57344 for e5m2). A product of two is (q₁·q₂)/(s₁·s₂), accumulated in fp32. Weights and activations use e4m3, which
 //! has three bits of mantissa; gradients span more orders of magnitude and use e5m2. With the gradient d of y = x·Wᵀ + b:
 //!
 //! ∂L/∂x = fp8(d)·fp8(W), ∂L/∂W = fp8(d)ᵀ·fp8(x), ∂L/∂b = Σ d
 //!
-//! The clamp comes before the cast because libtorch's casts do not saturate. Backward needs x and W in fp8 and their scales:
+//! No clamp is needed although libtorch's casts do not saturate: |s·t| exceeds m by its rounding at most, which the cast rounds to m.
+//! Quantization is two passes: one for the extremes, one that multiplies and casts. Backward needs x and W in fp8 and their scales:
 //! half the bytes that bf16 saves.
 //!
-//! Native products (`_scaled_mm`) run on a CUDA device that supports them if all sizes are multiples of 16. Otherwise the
-//! same fp8 operands are multiplied in fp32, which is exact for each product (4 + 4 bits of mantissa).
+//! A device with fp8 products ([`product_kind`]) multiplies all three by `_scaled_mm`, which takes sizes that are multiples of 16: other
+//! operands are quantized into matrices with zeros in further rows and columns. They add nothing to a sum, and the result is cut.
+//! Elsewhere the same fp8 operands are multiplied in bf16, which has every number of both dtypes, with fp32 sums. So are those without
+//! elements.
 
 use std::collections::BTreeMap;
 use std::sync::{Mutex, PoisonError};
 
 use kernels::matmul::mm_into;
+use kernels::processor;
 use runtime::autograd::{self, Backward, Forward, Function, retain};
 use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 /// The lower bound of amax: a tensor of zeros is quantized to zeros.
 const MIN_AMAX: f64 = 1e-12;
+/// `_scaled_mm` takes sizes that are multiples of this.
+const TILE: i64 = 16;
 
 /// Returns the largest number of an fp8 dtype.
 pub fn max_value(dtype: Kind) -> f64 {
     if dtype == Kind::Float8e5m2 { 57_344.0 } else { 448.0 }
 }
 
+/// Returns the dtype of the instructions that multiply fp8 operands on a device: [`Kind::Float8e4m3fn`] for all pairs of fp8 on a GPU that
+/// has them (tried once per device), else [`Kind::BFloat16`], or [`Kind::Float`] on a CPU that multiplies bf16 no faster. Sums are in fp32
+/// with each.
+pub fn product_kind(device: Device) -> Kind {
+    if is_native(device) {
+        Kind::Float8e4m3fn
+    } else if device.is_cuda() || processor::multiplies_into_fp32(Kind::BFloat16) {
+        Kind::BFloat16
+    } else {
+        Kind::Float
+    }
+}
+
 /// An fp8 tensor and its scale.
 #[derive(Debug)]
 pub struct Quantized {
-    /// s·t, clamped and cast.
+    /// s·t, cast.
     pub values: Tensor,
     /// s: a scalar fp32 tensor on the device of `values`.
     pub scale: Tensor,
@@ -44,18 +63,34 @@ pub struct Quantized {
 /// # Errors
 /// Errors of libtorch.
 pub fn quantize(tensor: &Tensor, dtype: Kind) -> runtime::Result<Quantized> {
-    let max = max_value(dtype);
-    let fp32 = tensor.f_to_kind(Kind::Float)?;
-    if fp32.numel() == 0 {
-        return Ok(Quantized {
-            values: fp32.f_to_kind(dtype)?,
-            scale: Tensor::try_full([0i64; 0], 1.0, (Kind::Float, fp32.device()))?,
-        });
+    let values = Tensor::f_empty(tensor.size(), (dtype, tensor.device()))?;
+    let scale = quantize_into(&values, tensor)?;
+    Ok(Quantized { values, scale })
+}
+
+/// Quantizes a tensor into `values`, of its shape, and returns the scale.
+fn quantize_into(values: &Tensor, tensor: &Tensor) -> runtime::Result<Tensor> {
+    let tensor = tensor.f_detach()?;
+    if tensor.numel() == 0 {
+        return Ok(Tensor::try_full([0i64; 0], 1.0, (Kind::Float, tensor.device()))?);
     }
-    // As in torchao: the quotient in fp64, rounded to fp32 once.
-    let amax = fp32.f_abs()?.f_max()?.f_to_kind(Kind::Double)?;
-    let scale = amax.try_clamp_min(MIN_AMAX)?.f_reciprocal()?.try_mul_scalar(max)?.f_to_kind(Kind::Float)?;
-    let values = fp32.f_mul(&scale)?.try_clamp(-max, max)?.f_to_kind(dtype)?;
+    let (least, largest) = tensor.f_aminmax(None, false)?;
+    let amax = largest.f_maximum(&least.f_neg()?)?.f_to_kind(Kind::Float)?.try_clamp_min(MIN_AMAX)?;
+    let scale = Tensor::from(max_value(values.kind()) as f32).f_div(&amax)?;
+    // With a dimension, the scale makes the product one of fp32; a number would not.
+    let _ = tensor.f_mul_out(values, &scale.f_view(vec![1i64; tensor.dim()].as_slice())?)?;
+    Ok(scale)
+}
+
+/// Quantizes a matrix as [`quantize`], with zeros in rows and columns up to multiples of `tile`.
+fn quantize_matrix(matrix: &Tensor, dtype: Kind, tile: i64) -> runtime::Result<Quantized> {
+    let (rows, columns) = matrix.size2()?;
+    let padded = [rows, columns].map(|size| (size + tile - 1) / tile * tile);
+    if padded == [rows, columns] {
+        return quantize(matrix, dtype);
+    }
+    let values = Tensor::f_zeros(padded, (dtype, matrix.device()))?;
+    let scale = quantize_into(&values.f_narrow(0, 0, rows)?.f_narrow(1, 0, columns)?, matrix)?;
     Ok(Quantized { values, scale })
 }
 
@@ -66,14 +101,21 @@ pub(super) fn linear(
     bias: Option<&Tensor>,
     dtype: Kind,
 ) -> runtime::Result<Tensor> {
-    let mut inputs = vec![x, weight];
-    inputs.extend(bias);
-    let function = Fp8Linear { dtype, bias: bias.is_some(), kinds: Vec::new(), x_shape: Vec::new() };
+    linear_by(is_native(x.device()), [Some(x), Some(weight), bias], dtype)
+}
+
+/// [`linear`] with x, W and perhaps b, by `_scaled_mm` if `native`.
+fn linear_by(native: bool, inputs: [Option<&Tensor>; 3], dtype: Kind) -> runtime::Result<Tensor> {
+    let bias = inputs[2].is_some();
+    let inputs: Vec<&Tensor> = inputs.into_iter().flatten().collect();
+    let function = Fp8Linear { native, dtype, bias, kinds: Vec::new(), x_shape: Vec::new() };
     let [y] = autograd::apply(function, &inputs)?;
     Ok(y)
 }
 
 struct Fp8Linear {
+    /// Whether `_scaled_mm` multiplies.
+    native: bool,
     dtype: Kind,
     bias: bool,
     /// The dtypes of the inputs and of their gradients.
@@ -87,21 +129,18 @@ impl Function for Fp8Linear {
         self.kinds = inputs.iter().map(|input| input.kind()).collect();
         self.x_shape = x.size();
         let width = x.size().last().copied().unwrap_or(1);
-        let x8 = quantize(&x.f_reshape([-1, width])?, Kind::Float8e4m3fn)?;
-        let w8 = quantize(weight, Kind::Float8e4m3fn)?;
+        let rows = x.f_reshape([-1, width])?;
+        let out = weight.size()[0];
+        let x8 = quantize_matrix(&rows, Kind::Float8e4m3fn, self.tile())?;
+        let w8 = quantize_matrix(weight, Kind::Float8e4m3fn, self.tile())?;
         for tensor in [&x8.values, &x8.scale, &w8.values, &w8.scale] {
             ctx.save(tensor);
         }
-        let mut shape = x.size();
-        if let Some(last) = shape.last_mut() {
-            *last = weight.size()[0];
-        }
+        let shape = [&self.x_shape[..self.x_shape.len().saturating_sub(1)], &[out]].concat();
+        let product = Product { size: [rows.size()[0], out], kind: self.dtype, fast: true };
         retain::kept(|| {
-            let mut y = product(&x8, &w8.transposed()?, Kind::Float, true)?;
-            if let Some(bias) = inputs.get(2) {
-                let _ = y.f_add_(&bias.f_to_kind(Kind::Float)?)?;
-            }
-            Ok(vec![y.f_to_kind(self.dtype)?.f_reshape(shape)?])
+            let y = self.product(&x8, &w8.transposed()?, inputs.get(2).copied(), product)?;
+            Ok(vec![y.f_reshape(shape)?])
         })
     }
 
@@ -120,14 +159,19 @@ impl Function for Fp8Linear {
         let w8 = Quantized { values: next()?, scale: next()? };
         let width = grad.size().last().copied().unwrap_or(1);
         let grad = grad.f_reshape([-1, width])?;
-        let g8 = quantize(&grad, Kind::Float8e5m2)?;
+        let g8 = quantize_matrix(&grad, Kind::Float8e5m2, self.tile())?;
+        let inner = self.x_shape.last().copied().unwrap_or(1);
+        let product = |size, index: usize| Product { size, kind: self.kinds[index], fast: false };
         let mut results = Vec::new();
         results.push(match ctx.needs_input_grad(0) {
-            true => Some(product(&g8, &w8, self.kinds[0], false)?.f_reshape(&self.x_shape)?),
+            true => {
+                let rows = self.product(&g8, &w8, None, product([grad.size()[0], inner], 0))?;
+                Some(rows.f_reshape(&self.x_shape)?)
+            }
             false => None,
         });
         results.push(match ctx.needs_input_grad(1) {
-            true => Some(product(&g8.transposed()?, &x8, self.kinds[1], false)?),
+            true => Some(self.product(&g8.transposed()?, &x8, None, product([width, inner], 1))?),
             false => None,
         });
         if self.bias {
@@ -149,24 +193,75 @@ impl Quantized {
     }
 }
 
-/// Returns a `[m, k]` times b `[k, n]` in `kind`. `fast` allows the device to accumulate in less than fp32.
-fn product(a: &Quantized, b: &Quantized, kind: Kind, fast: bool) -> runtime::Result<Tensor> {
-    let (m, k, n) = (a.values.size()[0], a.values.size()[1], b.values.size()[1]);
-    if is_native(a.values.device()) && [m, k, n].iter().all(|size| size % 16 == 0 && *size > 0) {
+/// The result of a product.
+#[derive(Clone, Copy)]
+struct Product {
+    /// `[m, n]`, without the rows and columns of zeros.
+    size: [i64; 2],
+    kind: Kind,
+    /// Whether the device may accumulate in less than fp32.
+    fast: bool,
+}
+
+impl Fp8Linear {
+    /// The number that the sizes of the operands are multiples of.
+    fn tile(&self) -> i64 {
+        if self.native { TILE } else { 1 }
+    }
+
+    /// Returns a `[m, k]` times b `[k, n]` plus the bias `[n]`.
+    fn product(
+        &self,
+        a: &Quantized,
+        b: &Quantized,
+        bias: Option<&Tensor>,
+        product: Product,
+    ) -> runtime::Result<Tensor> {
+        let Product { size: [rows, columns], kind, .. } = product;
+        if !self.native || a.values.numel() == 0 || b.values.numel() == 0 {
+            return in_bf16(a, b, bias, product);
+        }
         // `_scaled_mm` wants a row-major left operand and a column-major right one.
         let left = a.values.f_contiguous()?;
         let right = b.values.f_tr()?.f_contiguous()?.f_tr()?;
         let (a_inverse, b_inverse) = (a.scale.f_reciprocal()?, b.scale.f_reciprocal()?);
-        let none = None::<&Tensor>;
-        let out =
-            left.f_internal_scaled_mm(&right, &a_inverse, &b_inverse, none, none, Kind::BFloat16, fast)?;
-        return Ok(out.f_to_kind(kind)?);
+        let padded = right.size()[1];
+        let bias = bias.map(|bias| bias.f_to_kind(kind)?.f_constant_pad_nd([0, padded - columns]));
+        let (bias, none) = (bias.transpose()?, None::<&Tensor>);
+        let out = left.f_internal_scaled_mm(
+            &right,
+            &a_inverse,
+            &b_inverse,
+            bias.as_ref(),
+            none,
+            kind,
+            product.fast,
+        )?;
+        if out.size() == [rows, columns] {
+            return Ok(out);
+        }
+        // A copy: what follows reads dense rows, and the zeros' memory is freed.
+        let mut dense = Tensor::f_empty([rows, columns], (kind, out.device()))?;
+        dense.f_copy_(&out.f_narrow(0, 0, rows)?.f_narrow(1, 0, columns)?)?;
+        Ok(dense)
     }
-    let fp32 = |t: &Tensor| t.f_to_kind(Kind::Float);
-    let mut out = Tensor::f_empty([m, n], (Kind::Float, a.values.device()))?;
-    mm_into(&mut out, &fp32(&a.values)?, &fp32(&b.values)?, false)?;
-    let scale = a.scale.f_mul(&b.scale)?;
-    Ok(out.f_div_(&scale)?.f_to_kind(kind)?)
+}
+
+/// [`Fp8Linear::product`] of operands in bf16, exact but for the sums, which are in fp32.
+fn in_bf16(a: &Quantized, b: &Quantized, bias: Option<&Tensor>, product: Product) -> runtime::Result<Tensor> {
+    let Product { size: [rows, columns], kind, .. } = product;
+    let operand = |quantized: &Quantized, size: [i64; 2]| {
+        let values = quantized.values.f_narrow(0, 0, size[0])?.f_narrow(1, 0, size[1])?;
+        values.f_to_kind(Kind::BFloat16)
+    };
+    let inner = a.values.size()[1].min(b.values.size()[0]);
+    let mut out = Tensor::f_empty([rows, columns], (Kind::Float, a.values.device()))?;
+    mm_into(&mut out, &operand(a, [rows, inner])?, &operand(b, [inner, columns])?, false)?;
+    let mut out = out.f_div_(&a.scale.f_mul(&b.scale)?)?;
+    if let Some(bias) = bias {
+        let _ = out.f_add_(&bias.f_to_kind(Kind::Float)?)?;
+    }
+    Ok(out.f_to_kind(kind)?)
 }
 
 /// Returns whether the device has native fp8 products, tried once per device.
@@ -175,12 +270,16 @@ fn is_native(device: Device) -> bool {
     let Device::Cuda(index) = device else { return false };
     let mut tried = TRIED.lock().unwrap_or_else(PoisonError::into_inner);
     *tried.entry(index).or_insert_with(|| {
-        let attempt = || -> Result<Tensor, tch::TchError> {
+        let attempt = |kind: Kind| -> Result<Tensor, tch::TchError> {
             let values = Tensor::f_ones([16, 16], (Kind::Float, device))?.f_to_kind(Kind::Float8e4m3fn)?;
             let one = Tensor::f_ones([] as [i64; 0], (Kind::Float, device))?;
             let none = None::<&Tensor>;
-            values.f_internal_scaled_mm(&values.f_tr()?, &one, &one, none, none, Kind::BFloat16, true)
+            values.f_internal_scaled_mm(&values.f_tr()?, &one, &one, none, none, kind, true)
         };
-        attempt().is_ok()
+        // Results of forward, and gradients of fp32 weights.
+        [Kind::BFloat16, Kind::Float].into_iter().all(|kind| attempt(kind).is_ok())
     })
 }
+
+#[cfg(test)]
+mod tests;

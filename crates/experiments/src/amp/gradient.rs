@@ -49,7 +49,9 @@ pub(crate) fn run(bench: &mut Bench, arguments: &GradientArgs) -> anyhow::Result
         let ratios: Vec<f64> =
             of_setup.iter().zip(&costs[0]).map(|(low, full)| total(low) / total(full)).collect();
         let mut seconds = each("gradient_seconds", "s", &total);
-        seconds.note = Some(format!("products: {}", setup.products(device)));
+        // What multiplied is counted: an operand that no kernel of its dtype takes is multiplied by another one.
+        seconds.note =
+            Some(format!("products: {}; FLOPs by {}", setup.products(device), gradient.multiplied()?));
         let mut ratio = Metric::of_samples("time_vs_fp32", "ratio", &ratios);
         ratio.note = Some(setup.reason(device));
         let mut metrics = vec![

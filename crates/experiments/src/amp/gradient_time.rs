@@ -8,7 +8,7 @@ use anyhow::Result;
 use models::Gpt2LikeConfig;
 use models::module::{LanguageModel, trainable};
 use runtime::memory::Region;
-use runtime::profile::{Trace, TraceConfig, range};
+use runtime::profile::{Counter, Trace, TraceConfig, range};
 use tch::{Device, Tensor};
 use trace::{Composition, Profile};
 use training::accumulation::{MicroBatches, fetch, forward};
@@ -118,6 +118,22 @@ impl Gradient {
         }
         trace.save(path)?;
         Ok(OperatorSeconds::new(&Composition::new(&Profile::read(path)?)?))
+    }
+
+    /// Computes the gradient once and returns the operators that multiply, by their share of the FLOPs: "aten::_scaled_mm 97 %, …".
+    ///
+    /// # Errors
+    /// Errors of [`Gradient::compute`] and of the counter.
+    pub(crate) fn multiplied(&mut self) -> Result<String> {
+        let counter = Counter::start()?;
+        self.compute()?;
+        let counts = counter.finish()?;
+        let total = counts.total.flops.dense.max(1) as f64;
+        let operators = counts.by_op.iter().filter(|operator| operator.total.flops.dense > 0);
+        let shares = operators.map(|operator| {
+            format!("{} {:.1} %", operator.name, 100.0 * operator.total.flops.dense as f64 / total)
+        });
+        Ok(shares.collect::<Vec<String>>().join(", "))
     }
 
     /// Computes the gradient once, and lets it go.

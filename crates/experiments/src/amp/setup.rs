@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use amp::autocast::fp8_linear;
 use amp::{Autocast, DynamicGradScaler, DynamicScalerConfig, StaticGradScaler};
 use anyhow::Result;
 use kernels::matmul::compute_kind;
@@ -163,17 +164,27 @@ impl Setup {
 
     /// The dtype in which a device multiplies: "fp16", or "fp16 operands, multiplied in fp32" if it has no products of that dtype.
     pub(crate) fn products(self, device: Device) -> String {
-        let name = self.dtype();
-        if self.is_native(device) { name.to_owned() } else { format!("{name} operands, multiplied in fp32") }
+        let (name, multiplied) = (self.dtype(), self.multiplied(device));
+        if name == multiplied {
+            name.to_owned()
+        } else {
+            format!("{name} operands, multiplied in {multiplied}")
+        }
     }
 
     /// The reason for the time of its gradient on a device, beside the same gradient in fp32.
     pub(crate) fn reason(self, device: Device) -> String {
-        let name = self.dtype();
-        let products = match (self, self.is_native(device)) {
-            (Self::Fp32, _) => return "the baseline".into(),
-            (_, true) => format!("the device multiplies {name} itself, so products and operands take less"),
-            (_, false) => format!(
+        let (name, multiplied) = (self.dtype(), self.multiplied(device));
+        let products = match self {
+            Self::Fp32 => return "the baseline".into(),
+            _ if name == multiplied => {
+                format!("the device multiplies {name} itself, so products and operands take less")
+            }
+            Self::Fp8 => format!(
+                "the device has no fp8 products: fp8 operands are cast to bf16 and multiplied in {multiplied}, so nothing is gained \
+                 over bf16"
+            ),
+            _ => format!(
                 "the device has no {name} products: operands are cast to fp32 and results rounded to {name} around each fp32 \
                  product, so nothing is gained in it"
             ),
@@ -189,12 +200,19 @@ impl Setup {
         format!("{products}; {rest}")
     }
 
-    fn is_native(self, device: Device) -> bool {
-        match self {
-            Self::Fp32 => true,
-            Self::Bf16 => compute_kind(device, Kind::BFloat16) == Kind::BFloat16,
-            Self::Fp8 => device.is_cuda(),
-            _ => compute_kind(device, Kind::Half) == Kind::Half,
+    /// The dtype of the device's instructions for the products.
+    fn multiplied(self, device: Device) -> &'static str {
+        let kind = match self {
+            Self::Fp32 => Kind::Float,
+            Self::Bf16 => compute_kind(device, Kind::BFloat16),
+            Self::Fp8 => fp8_linear::product_kind(device),
+            _ => compute_kind(device, Kind::Half),
+        };
+        match kind {
+            Kind::Float8e4m3fn => "fp8",
+            Kind::BFloat16 => "bf16",
+            Kind::Half => "fp16",
+            _ => "fp32",
         }
     }
 
