@@ -1,6 +1,7 @@
 //! The limits of a device, to express rates as a percentage of.
 
 use runtime::measure::{Measurement, MeasurementPlan, Work, black_box, run};
+use runtime::random::Generator;
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
@@ -10,11 +11,16 @@ use crate::matmul::mm_into;
 const CPU_COPY: i64 = 256 << 20;
 /// The same on CUDA: enough to make the launch negligible.
 const CUDA_COPY: i64 = 1 << 30;
+/// How many different numbers an operand of [`gemm_rate`] has: a prime, so that no two rows or columns are equal.
+const DRAWN: i64 = 1_000_003;
 /// Maximum seconds to measure a limit.
 const BUDGET: f64 = 3.0;
 
 /// Measures the rate of a matrix product `[m, k] × [k, n]` in FLOP/s, a multiplication and an addition counted as 2: on a CPU the faster of
 /// libtorch's and of [`crate::matmul`]'s. The result is written into an existing tensor, so that no allocation is measured.
+///
+/// The operands are normally distributed: a GPU limited by its power multiplies constant operands, which switch few transistors, 7–13 %
+/// faster (H200). They come from a generator of their own, so that the default generators keep their state.
 ///
 /// # Errors
 /// A size below 1, a kind without products, a device that does not exist, too little memory.
@@ -36,9 +42,9 @@ pub fn gemm_rate(device: Device, kind: Kind, m: i64, n: i64, k: i64) -> Result<M
     }
     runtime::device::checked(device)?;
     let _no_grad = tch::no_grad_guard();
-    // Ones, not zeros: with zeros a processor may be faster and draws less power.
-    let a = Tensor::f_ones([m, k], (kind, device))?;
-    let b = Tensor::f_ones([k, n], (kind, device))?;
+    let mut generator = Generator::new(0)?;
+    let a = operand(&mut generator, [m, k], (kind, device))?;
+    let b = operand(&mut generator, [k, n], (kind, device))?;
     let mut out = Tensor::f_empty([m, n], (kind, device))?;
     let work = Work::flops(2.0 * m as f64 * n as f64 * k as f64);
     let libtorch = run(&plan(device, work), |_| {
@@ -82,6 +88,19 @@ pub fn read_bandwidth(device: Device) -> Result<Measurement> {
     })
 }
 
+/// Returns a matrix of normally distributed numbers. A large one repeats [`DRAWN`] of them, since they are drawn by one thread of the host.
+fn operand(generator: &mut Generator, size: [i64; 2], (kind, device): (Kind, Device)) -> Result<Tensor> {
+    let matrix = Tensor::f_empty(size, (kind, device))?;
+    let numbers = size[0] * size[1];
+    let drawn = generator.normal(&[numbers.min(DRAWN)], (kind, device))?;
+    let flat = matrix.f_view(-1)?;
+    for first in (0..numbers).step_by(DRAWN as usize) {
+        let count = DRAWN.min(numbers - first);
+        flat.f_narrow(0, first, count)?.f_copy_(&drawn.f_narrow(0, 0, count)?)?;
+    }
+    Ok(matrix)
+}
+
 fn plan(device: Device, work: Work) -> MeasurementPlan {
     MeasurementPlan {
         warmup: 2,
@@ -89,5 +108,27 @@ fn plan(device: Device, work: Work) -> MeasurementPlan {
         budget: Some(BUDGET),
         work: Some(work),
         ..MeasurementPlan::new(device)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Also where a matrix has more numbers than are drawn.
+    #[test]
+    fn operands_are_normally_distributed_and_have_no_equal_rows() {
+        let mut generator = Generator::new(0).unwrap();
+        for kind in [Kind::Float, Kind::BFloat16] {
+            for size in [[300, 700], [1024, 2048]] {
+                let matrix = operand(&mut generator, size, (kind, Device::Cpu)).unwrap().to_kind(Kind::Float);
+                let (mean, deviation) =
+                    (matrix.mean(Kind::Float).double_value(&[]), matrix.std(false).double_value(&[]));
+                assert!(mean.abs() < 0.01, "{kind:?} {size:?}: mean {mean}");
+                assert!((deviation - 1.0).abs() < 0.01, "{kind:?} {size:?}: deviation {deviation}");
+                let rows = matrix.unique_dim(0, true, false, false).0;
+                assert_eq!(rows.size(), size, "{kind:?} {size:?}");
+            }
+        }
     }
 }

@@ -2,6 +2,7 @@
 
 use kernels::physical;
 use runtime::measure::Work;
+use runtime::random::RandomState;
 use tch::{Device, Kind};
 
 const CPU: Device = Device::Cpu;
@@ -16,7 +17,9 @@ fn products_that_do_not_exist_are_refused() {
 
 #[test]
 fn device_limits_are_measured() {
+    let before = RandomState::capture(CPU).unwrap();
     let product = physical::gemm_rate(CPU, Kind::Float, 33, 17, 5).unwrap();
+    assert!(RandomState::capture(CPU).unwrap() == before, "the operands come from a generator of their own");
     assert_eq!(product.work, Some(Work::flops(2.0 * 33.0 * 17.0 * 5.0)));
     assert!(product.rate().unwrap() > 0.0);
 }
