@@ -13,11 +13,15 @@ use crate::cuda::{
 
 pub(crate) const SOURCE: Source = Source(include_str!("cross_entropy.cuh"));
 
-/// Threads of a block that has a row: of the pass that narrows in place, and of the statistics of a long row.
+/// Threads of a block that has a row: of the pass that narrows in place, and of the statistics of a long row or of few rows.
 const ROW: u32 = 512;
 /// Threads of a block of the statistics of other rows, and bytes of the longest of these: more rows at a time hide the ends of each. The
 /// fastest on an H200 with 32,000 to 151,936 columns; rows in 16 bits are all of these.
 const SHORT: (u32, i64) = (128, 192 << 10);
+/// Up to this many rows, blocks of [`SHORT`] leave a large GPU with fewer threads than it can run (132 multiprocessors of 2048), so that
+/// too few reads are under way. A power of two: rows that are padded to a multiple of a smaller one keep their side of it, and so their
+/// bits.
+const FEW_ROWS: i64 = 2048;
 /// Threads of a block of the other passes.
 const THREADS: u32 = 256;
 /// 16-byte packs per thread of the gradient pass.
@@ -84,8 +88,7 @@ impl LogitsPass for Cuda {
             return Ok(());
         }
         let extra = inputs.is_dense() || total.is_some() || moment.is_some() || best.is_some();
-        let is_short = tile.kind() != Kind::Float || 4 * columns <= SHORT.1;
-        let threads = if is_short { SHORT.0 } else { ROW };
+        let threads = statistics_threads(rows, columns, tile.kind());
         let expression =
             format!("ce_statistics<{element}, {width}, {}, {extra}, {threads}>", transform.changes());
         let [labels, distributions, distributions_stride] = target_arguments(targets);
@@ -189,6 +192,12 @@ impl LogitsPass for Cuda {
     }
 }
 
+/// Returns the threads of a block of the statistics: a function of the tile's shape and dtype.
+fn statistics_threads(rows: i64, columns: i64, kind: Kind) -> u32 {
+    let is_short = kind != Kind::Float || 4 * columns <= SHORT.1;
+    if is_short && rows > FEW_ROWS { SHORT.0 } else { ROW }
+}
+
 /// Returns whether a gradient has more terms than one class and the softmax.
 fn has_extra_terms(inputs: TileInputs<'_>, coefficients: Coefficients<'_>) -> bool {
     coefficients.constant.is_some() || inputs.is_dense()
@@ -277,4 +286,20 @@ fn transform_arguments(transform: Transform<'_>) -> [Argument; 3] {
 
 fn blocks(columns: i64, block_columns: i64) -> i64 {
     (columns + block_columns - 1) / block_columns
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn few_rows_and_long_rows_have_large_blocks() {
+        for kind in [Kind::BFloat16, Kind::Half, Kind::Float] {
+            assert_eq!(statistics_threads(256, 32_000, kind), ROW, "{kind:?}");
+            assert_eq!(statistics_threads(FEW_ROWS, 32_000, kind), ROW, "{kind:?}");
+            assert_eq!(statistics_threads(FEW_ROWS + 1, 32_000, kind), SHORT.0, "{kind:?}");
+        }
+        assert_eq!(statistics_threads(4096, 151_936, Kind::Float), ROW);
+        assert_eq!(statistics_threads(4096, 151_936, Kind::BFloat16), SHORT.0);
+    }
 }
