@@ -22,6 +22,7 @@
 //!
 //! Results do not depend on the number of threads: sums have the same order however the work is divided.
 
+pub mod backend;
 mod cpu;
 mod scaled_dot_product;
 
@@ -29,7 +30,7 @@ use runtime::autograd::retain::kept;
 use runtime::autograd::{self, Backward, Forward, Function, GradMode};
 use runtime::profile::{Flops, kernel, record_external};
 use runtime::{Error, Result};
-pub use scaled_dot_product::{ScaledDotProductOptions, scaled_dot_product};
+pub use scaled_dot_product::{ScaledDotProductOptions, scaled_dot_product, takes_groups};
 use tch::{Device, Kind, Tensor};
 
 use crate::operands::has_dense_heads;

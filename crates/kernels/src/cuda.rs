@@ -9,7 +9,7 @@
 //! during the capture of a graph is an error, because a capture cannot load code: run the step once before. `FRUGAL_CUDA_CHECK=1`
 //! waits after each launch, so that an error names its kernel.
 
-mod cache;
+pub(crate) mod cache;
 mod driver;
 mod library;
 pub(crate) mod nvrtc;
@@ -157,6 +157,13 @@ pub(crate) fn shared_memory(device: Device) -> Result<c_int> {
 fn checks() -> bool {
     static CHECKS: OnceLock<bool> = OnceLock::new();
     *CHECKS.get_or_init(|| std::env::var_os("FRUGAL_CUDA_CHECK").is_some_and(|value| value == "1"))
+}
+
+/// Returns whether the current stream of a device is being captured into a graph; false without a driver.
+pub(crate) fn is_capturing(device: Device) -> Result<bool> {
+    let (Device::Cuda(index), Ok(driver)) = (device, driver::load()) else { return Ok(false) };
+    let index = c_int::try_from(index).map_err(|_| Error::invalid(NAME, "a device index out of range"))?;
+    driver.is_capturing(CudaStream::current(index)?)
 }
 
 /// Returns the kernel, compiled and loaded if necessary.

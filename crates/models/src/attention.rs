@@ -16,7 +16,7 @@
 //! | device | dtype | rows of one document | packed documents |
 //! |---|---|---|---|
 //! | CPU | any | flash (Dao, arXiv:2307.08691), [this project's](kernels::attention) | the same, one call per document |
-//! | CUDA | bf16, fp16 | flash (or cuDNN's, if libtorch prefers it) | flash, variable length |
+//! | CUDA | bf16, fp16 | the fastest of cuDNN's, flash and memory-efficient, [measured](kernels::attention::backend) | flash, variable length |
 //! | CUDA | fp32 | memory-efficient (Rabe & Staats, arXiv:2112.05682) | the same, variable length |
 //! | any | f64 on CUDA; any on the CPU with dropout | libtorch's `math` kernel: all pairs | on the CPU one call per document |
 //!
@@ -26,8 +26,8 @@
 //! # Grouped queries
 //!
 //! With h query heads for g heads of keys and values (Ainslie et al., arXiv:2305.13245), query head i reads key head i / (h/g).
-//! Flash supports this without copies, forward and backward, on either device; the memory-efficient kernel and the explicit
-//! form need copies of the keys and values.
+//! Flash and cuDNN's kernel support this without copies, forward and backward; the memory-efficient kernel does in some versions of
+//! libtorch, which is asked. Elsewhere, and in the explicit form, keys and values are copied.
 //!
 //! # Sliding windows
 //!
@@ -47,6 +47,7 @@ mod documents;
 mod explicit;
 mod windowed;
 
+use kernels::attention::{ScaledDotProductOptions, takes_groups};
 use runtime::ops::attention::{Options, Packing, efficient_attention, flash_attention};
 use runtime::precision;
 use tch::{Kind, Tensor};
@@ -129,7 +130,7 @@ fn attend(
     options: &AttentionConfig,
 ) -> Result<Tensor> {
     let &AttentionConfig { path, dropout, scale, window, softcap } = options;
-    if k.size()[2] != q.size()[2] && !supports_grouped_queries(options, q) {
+    if k.size()[2] != q.size()[2] && !supports_grouped_queries(options, [q, k, v], documents.is_some())? {
         let [k, v] = [repeat_kv(k, q.size()[2])?, repeat_kv(v, q.size()[2])?];
         return attend(q, &k, &v, documents, options);
     }
@@ -156,14 +157,22 @@ fn attend(
 
 /// Whether the kernel of this path, device and dtype supports grouped queries without copies. (libtorch's own `math` on the
 /// CPU, for dropout or a mask, makes the copies itself.)
-fn supports_grouped_queries(options: &AttentionConfig, q: &Tensor) -> bool {
-    match options.path {
+fn supports_grouped_queries(options: &AttentionConfig, qkv: [&Tensor; 3], packed: bool) -> Result<bool> {
+    let [q, k, v] = qkv;
+    Ok(match options.path {
         AttentionPath::Fused if has_kernel(q, options) => true,
         _ if options.softcap.is_some() => false,
         AttentionPath::Explicit => false,
         AttentionPath::DenseMask => !q.device().is_cuda(),
-        AttentionPath::Fused => !q.device().is_cuda() || low(q.kind()) && options.window.is_none(),
-    }
+        AttentionPath::Fused if !q.device().is_cuda() => true,
+        AttentionPath::Fused if low(q.kind()) => options.window.is_none(),
+        AttentionPath::Fused if packed || options.window.is_some() => false,
+        AttentionPath::Fused => {
+            let [q, k, v] = [q.f_transpose(1, 2)?, k.f_transpose(1, 2)?, v.f_transpose(1, 2)?];
+            let &AttentionConfig { dropout, scale, .. } = options;
+            takes_groups(&q, &k, &v, ScaledDotProductOptions { mask: None, dropout, scale })?
+        }
+    })
 }
 
 /// Repeats each head of `[b, t, kv_heads, head]` for its group of queries: `[b, t, heads, head]`.

@@ -274,4 +274,22 @@ rt_status rt_set_deterministic(int on, int warn_only) {
 rt_status rt_deterministic(int* on) {
   return guard([&] { *on = at::globalContext().deterministicAlgorithms(); });
 }
+
+// Writes the numbers (at::SDPBackend) of the backends of `scaled_dot_product_attention` in the order in which it tries them; `order` has
+// room for `count`, the number of backends.
+rt_status rt_attention_order(int64_t* order, size_t count) {
+  return guard([&] {
+    const auto backends = at::globalContext().sDPPriorityOrder();
+    TORCH_CHECK(count == backends.size(), "libtorch has ", backends.size(), " backends of attention, not ", count);
+    for (size_t i = 0; i < count; ++i) order[i] = static_cast<int64_t>(backends[i]);
+  });
+}
+
+// Sets the order, a permutation of all backends, for the whole process.
+rt_status rt_set_attention_order(const int64_t* order, size_t count) {
+  return guard([&] {
+    TORCH_CHECK(count == static_cast<size_t>(at::num_sdp_backends), "libtorch has ", at::num_sdp_backends, " backends of attention, not ", count);
+    at::globalContext().setSDPPriorityOrder(std::vector<int64_t>(order, order + count));
+  });
+}
 }

@@ -3,10 +3,12 @@
 use runtime::autograd::retain::{active, kept};
 use runtime::autograd::{Backward, Forward, Function, apply};
 use runtime::ops::TryScalar;
+use runtime::ops::attention::backend::{Backend, Call, chosen};
 use runtime::ops::{Value, call, tensors};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
+use super::backend;
 use crate::attention as fused;
 
 /// Options of [`scaled_dot_product`].
@@ -26,6 +28,8 @@ pub struct ScaledDotProductOptions<'a> {
 /// Inside a segment that keeps its products, the result and each row's log-sum-exp are kept if libtorch uses its flash kernel for
 /// the CPU, whose backward needs no more. Otherwise (with dropout, on CUDA) the attention is recomputed.
 ///
+/// On a GPU the fastest of libtorch's kernels is chosen: see [`backend`].
+///
 /// # Errors
 /// Errors of libtorch.
 pub fn scaled_dot_product(
@@ -39,14 +43,37 @@ pub fn scaled_dot_product(
     if mask.is_none() && dropout == 0.0 && is_square && fused::takes(q.device(), q.kind()) {
         return fused::causal_attention(q, k, v, fused::CausalOptions { scale, ..Default::default() });
     }
-    if active() && q.device() == Device::Cpu && dropout == 0.0 && takes_flash(q, k, v, options)? {
+    let call = Call { mask, dropout, scale };
+    if active()
+        && q.device() == Device::Cpu
+        && dropout == 0.0
+        && chosen(q, k, v, call)? == Some(Backend::Flash)
+    {
         // The kernel takes a mask that is added to the scores.
         let mask = mask.map(|mask| added(mask, q.kind())).transpose()?;
         let [y] = apply(FlashOnCpu { mask, scale }, &[q, k, v])?;
         return Ok(y);
     }
-    let causal = mask.is_none();
-    Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale, grouped(q, k))?)
+    backend::with_fastest([q, k, v], call, |q, k, v| {
+        let causal = mask.is_none();
+        Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, dropout, causal, scale, grouped(q, k))?)
+    })
+}
+
+/// Returns whether a kernel of libtorch takes fewer heads of k and v, both `[batch, kv_heads, keys, head]`, than of q without copies of them
+/// and without the matrix of scores.
+///
+/// # Errors
+/// Errors of libtorch.
+pub fn takes_groups(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    options: ScaledDotProductOptions<'_>,
+) -> Result<bool> {
+    let ScaledDotProductOptions { mask, dropout, scale } = options;
+    let backend = chosen(q, k, v, Call { mask, dropout, scale })?;
+    Ok(backend.is_some_and(|backend| backend != Backend::Math))
 }
 
 fn grouped(q: &Tensor, k: &Tensor) -> bool {
@@ -57,16 +84,6 @@ fn grouped(q: &Tensor, k: &Tensor) -> bool {
 fn added(mask: &Tensor, kind: Kind) -> Result<Tensor> {
     let zeros = Tensor::f_zeros(mask.size(), (kind, mask.device()))?;
     Ok(zeros.try_masked_fill(&mask.f_logical_not()?, f64::NEG_INFINITY)?)
-}
-
-/// Returns whether libtorch would use its CPU flash kernel.
-fn takes_flash(q: &Tensor, k: &Tensor, v: &Tensor, options: ScaledDotProductOptions<'_>) -> Result<bool> {
-    const FLASH: i64 = 1;
-    let ScaledDotProductOptions { mask, scale, .. } = options;
-    let arguments = [q.into(), k.into(), v.into(), mask.into(), 0.0.into(), mask.is_none().into()];
-    let named = [("scale", scale.into()), ("enable_gqa", grouped(q, k).into())];
-    let chosen = call("aten::_fused_sdp_choice", "", &arguments, &named)?;
-    Ok(matches!(chosen.first(), Some(Value::Int(FLASH))))
 }
 
 struct FlashOnCpu {

@@ -48,11 +48,15 @@ fn parse(bytes: &[u8]) -> Option<Compiled> {
 }
 
 fn path(key: &str) -> Option<PathBuf> {
+    Some(folder()?.join("kernels").join(format!("{key}.cubin")))
+}
+
+/// Returns the folder of what this project measures or compiles once on a machine.
+pub(crate) fn folder() -> Option<PathBuf> {
     let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
-    let folder = set("FRUGAL_CACHE")
+    set("FRUGAL_CACHE")
         .or_else(|| set("XDG_CACHE_HOME").map(|cache| cache.join("frugal")))
-        .or_else(|| set("HOME").map(|home| home.join(".cache/frugal")))?;
-    Some(folder.join("kernels").join(format!("{key}.cubin")))
+        .or_else(|| set("HOME").map(|home| home.join(".cache/frugal")))
 }
 
 fn hex(bytes: &[u8]) -> String {

@@ -5,6 +5,10 @@
 //! of the same length. The operators have a derivative.
 //!
 //! libtorch has neither on the CPU: use `Tensor::scaled_dot_product_attention` with a boolean mask.
+//!
+//! [`backend`] is about that operator: which kernel it uses.
+
+pub mod backend;
 
 use tch::{Device, Kind, Tensor};
 

@@ -66,6 +66,8 @@ unsafe extern "C" {
     fn rt_num_threads(count: *mut c_int) -> Status;
     fn rt_set_deterministic(on: c_int, warn_only: c_int) -> Status;
     fn rt_deterministic(on: *mut c_int) -> Status;
+    fn rt_attention_order(order: *mut i64, count: usize) -> Status;
+    fn rt_set_attention_order(order: *const i64, count: usize) -> Status;
 }
 
 /// Values that C++ reads: the blocks they point to live as long as this.
@@ -315,4 +317,16 @@ pub(crate) fn deterministic() -> Result<bool> {
     // SAFETY: `on` is written on success; the status is fresh.
     unsafe { check(rt_deterministic(&raw mut on))? };
     Ok(on != 0)
+}
+
+pub(crate) fn attention_order<const BACKENDS: usize>() -> Result<[i64; BACKENDS]> {
+    let mut order = [0; BACKENDS];
+    // SAFETY: `order` has room for the given number; the status is fresh.
+    unsafe { check(rt_attention_order(order.as_mut_ptr(), BACKENDS))? };
+    Ok(order)
+}
+
+pub(crate) fn set_attention_order(order: &[i64]) -> Result<()> {
+    // SAFETY: `order` is read during the call; the status is fresh.
+    unsafe { check(rt_set_attention_order(order.as_ptr(), order.len())) }
 }

@@ -1,10 +1,11 @@
 //! Operators by name and the typed layer over them, against tch and plain arithmetic.
 
+use runtime::ops::attention::backend::{Backend, Call, beginning_with, chosen, order, set_order};
 use runtime::ops::attention::{self, Options, Packing};
 use runtime::ops::optimizer::{AdamW, AdamWTensors, Unscale, fused_adam_, fused_adamw_};
 use runtime::ops::settings::{self, Determinism};
 use runtime::ops::{self, Value, amp, foreach, norm};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, Tensor, kind};
 
 fn tensor(values: &[f64]) -> Tensor {
     Tensor::from_slice(values)
@@ -329,6 +330,33 @@ fn rms_norm_matches_its_formula_and_derivative() {
     close(&rstd.detach(), &[first, second]);
     y.sum(Kind::Double).backward();
     assert!(x.grad().defined());
+}
+
+#[test]
+fn the_order_of_attention_backends_is_set_and_read_back() {
+    let before = order().unwrap();
+    let wanted = beginning_with(Backend::CuDnn, before);
+    assert_eq!(wanted[0], Backend::CuDnn);
+    let others = |order: [Backend; 5]| -> Vec<Backend> {
+        order.into_iter().filter(|backend| *backend != Backend::CuDnn).collect()
+    };
+    assert_eq!(others(wanted), others(before));
+    set_order(wanted).unwrap();
+    assert_eq!(order().unwrap(), wanted);
+    let mut twice = wanted;
+    twice[1] = Backend::CuDnn;
+    let error = set_order(twice).unwrap_err().to_string();
+    assert!(error.ends_with("expected each backend once"), "{error}");
+    assert_eq!(order().unwrap(), wanted, "a refused order changes nothing");
+    set_order(before).unwrap();
+
+    let q = Tensor::zeros([1, 4, 8, 16], kind::FLOAT_CPU);
+    let call = Call::default();
+    assert_eq!(chosen(&q, &q, &q, call).unwrap(), Some(Backend::Flash));
+    assert_eq!(chosen(&q, &q, &q, Call { dropout: 0.1, ..call }).unwrap(), Some(Backend::Math));
+    for backend in Backend::ALL {
+        assert_eq!(Backend::from_name(backend.name()), Some(backend));
+    }
 }
 
 #[test]
