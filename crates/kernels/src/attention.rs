@@ -26,6 +26,7 @@ pub mod backend;
 mod cpu;
 mod scaled_dot_product;
 
+use crate::processor::computes_on;
 use runtime::autograd::retain::kept;
 use runtime::autograd::{self, Backward, Forward, Function, GradMode};
 use runtime::profile::{Flops, kernel, record_external};
@@ -38,7 +39,7 @@ use cpu::{NAME, Scores, Single, Tensors, compute_kind};
 
 /// Returns whether [`causal_attention`] takes tensors of this device and dtype.
 pub fn takes(device: Device, kind: Kind) -> bool {
-    device == Device::Cpu && compute_kind(kind).is_some()
+    computes_on(device) && compute_kind(kind).is_some()
 }
 
 /// Options of [`causal_attention`].

@@ -37,6 +37,7 @@ mod row;
 
 use std::fmt::Debug;
 
+use crate::processor::computes_on;
 use runtime::Result;
 use tch::{Device, Kind, Tensor};
 
@@ -111,5 +112,5 @@ pub trait LogitsPass: Debug + Send + Sync {
 
 /// Returns the fastest passes for tensors on `device`.
 pub fn pass_for(device: Device) -> &'static dyn LogitsPass {
-    if device == Device::Cpu { &Cpu } else { &Cuda }
+    if computes_on(device) { &Cpu } else { &Cuda }
 }

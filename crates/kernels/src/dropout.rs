@@ -7,6 +7,7 @@
 
 pub(crate) mod cuda;
 
+use crate::processor::computes_on;
 use runtime::ops::TryScalar;
 use runtime::profile::kernel;
 use runtime::tensor_memory::dense;
@@ -52,8 +53,8 @@ impl Mask {
         let Some(count) = count.filter(|count| *count > 0) else {
             return Ok(Tensor::f_zeros(shape, (kind, device))?);
         };
-        if device.is_cuda() {
-            {
+        if !computes_on(device) {
+            if device.is_cuda() {
                 let out = Tensor::f_empty(shape, (kind, device))?;
                 if self.by_kernel(None, &out, 1.0)? {
                     return Ok(out);

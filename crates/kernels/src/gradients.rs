@@ -18,6 +18,7 @@ pub(crate) mod scale;
 
 use std::borrow::Borrow;
 
+use crate::processor::computes_on;
 use runtime::Result;
 use runtime::profile::kernel;
 use tch::{Device, Kind, Tensor};
@@ -32,9 +33,9 @@ const NAME: &str = "fused unscale";
 pub fn scale_(x: &mut Tensor, factor: &Tensor) -> Result<()> {
     // A trace shows reading the factor as part of this kernel: on a CPU nothing waits for it.
     let _scope = kernel("runtime::scale", [x, factor]);
-    let is_done = match x.device() {
-        Device::Cpu => factor.f_double_value(&[])? == 1.0,
-        _ => scale::scale(x, factor)?,
+    let is_done = match computes_on(x.device()) {
+        true => factor.f_double_value(&[])? == 1.0,
+        false => scale::scale(x, factor)?,
     };
     if !is_done {
         let _ = x.f_mul_(factor)?;
@@ -74,7 +75,7 @@ trait GradientPass {
 
 /// Returns the fastest pass for gradients on `device`.
 fn pass_for(device: Device) -> &'static dyn GradientPass {
-    if device == Device::Cpu { &cpu::Cpu } else { &cuda::Cuda }
+    if computes_on(device) { &cpu::Cpu } else { &cuda::Cuda }
 }
 
 /// Returns the 2-norm of all gradients as one vector, double and without a dimension, from one read of them; `None` if the kernel cannot

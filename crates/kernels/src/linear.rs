@@ -1,5 +1,6 @@
 //! A linear layer, whose product a segment may keep.
 
+use crate::processor::computes_on;
 use runtime::Result;
 use runtime::autograd::retain::{active, kept};
 use runtime::autograd::{Backward, Forward, Function, apply};
@@ -53,7 +54,8 @@ fn is_by_mm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> bool {
     let &[out, stored] = &weight.size()[..] else { return false };
     let on_cpu =
         |tensor: &Tensor| tensor.device() == Device::Cpu && tensor.kind() == kind && !tensor.is_sparse();
-    matches!(kind, Kind::Float | Kind::BFloat16 | Kind::Half)
+    computes_on(x.device())
+        && matches!(kind, Kind::Float | Kind::BFloat16 | Kind::Half)
         && [Some(x), Some(weight), bias].into_iter().flatten().all(on_cpu)
         && (width, bias.map(Tensor::size)) == (stored, bias.map(|_| vec![out]))
         && width > 0

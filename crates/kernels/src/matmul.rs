@@ -22,6 +22,7 @@
 mod operators;
 
 use runtime::autograd::GradMode;
+use runtime::device::graph::operators_only;
 use runtime::ops::TryScalar;
 use runtime::profile::{Flops, kernel, record_external};
 use runtime::tensor_layout::TensorLayout;
@@ -75,6 +76,9 @@ pub fn mm_into(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Re
     if device.is_cuda() && matrices.out.kind() == Kind::Float {
         return operators::mm_widened(out, a, b, accumulate);
     }
+    if operators_only() {
+        return operators::mm_cast(out, a, b, accumulate);
+    }
     in_fp32(out, a, b, accumulate, &matrices)
 }
 
@@ -111,7 +115,11 @@ pub fn mm_scaled(a: &Tensor, b: &Tensor, factor: f64) -> Result<Tensor> {
 /// Returns the dtype in which products of `kind` run on `device` at full speed: `kind` itself, or fp32 for bf16 and
 /// fp16 on a processor whose own instructions are slower ([`processor::multiplies_low_precision`]).
 pub fn compute_kind(device: Device, kind: Kind) -> Kind {
-    if device == Device::Cpu && !processor::multiplies_low_precision(kind) { Kind::Float } else { kind }
+    if processor::computes_on(device) && !processor::multiplies_low_precision(kind) {
+        Kind::Float
+    } else {
+        kind
+    }
 }
 
 /// Computes `x·Wᵀ + b` for a few vectors `x [vectors, in]`, with `weight [out, in]` and `bias [out]`, in `x`'s dtype; `None` if
@@ -154,7 +162,7 @@ pub fn matvec(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Opti
         (x.kind(), weight.kind()),
         (Kind::Float | Kind::BFloat16, Kind::BFloat16) | (Kind::Float, Kind::Float)
     );
-    if !on_cpu || !dtypes || !(1..=FEW).contains(&vectors) || out * width < SMALL {
+    if !on_cpu || operators_only() || !dtypes || !(1..=FEW).contains(&vectors) || out * width < SMALL {
         return Ok(None);
     }
     let scope = kernel("runtime::matvec", [x, weight]);
@@ -250,7 +258,7 @@ impl Matrices {
     /// Returns whether this crate's own product serves matrices in fp32 better than libtorch's: not for small ones.
     fn need_fp32_gemm(&self) -> bool {
         let [m, n, _] = self.dimensions();
-        let fp32_on_cpu = self.out.device() == Device::Cpu && self.out.kind() == Kind::Float;
+        let fp32_on_cpu = processor::computes_on(self.out.device()) && self.out.kind() == Kind::Float;
         fp32_on_cpu && (m.min(n) >= MIN_DIMENSION || !(is_dense(&self.a) && is_dense(&self.b)))
     }
 }

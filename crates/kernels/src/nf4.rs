@@ -55,6 +55,7 @@ pub use format::{NESTED_BLOCK, Scales, Sections, empty, is_nf4, matrix_shape, ne
 pub(crate) use product::few_vectors;
 pub use product::{TILE_BYTES, linear, matvec, mm_into, mm_transposed_into};
 
+use crate::processor::computes_on;
 use runtime::{Error, Result};
 
 /// The number of weights in a block, which share a scale.
@@ -193,7 +194,7 @@ trait DequantizePass {
 
 /// Returns the fastest pass for a weight on `device`.
 fn pass_for(device: Device) -> &'static dyn DequantizePass {
-    if device == Device::Cpu { &cpu::Cpu } else { &cuda::Cuda }
+    if computes_on(device) { &cpu::Cpu } else { &cuda::Cuda }
 }
 
 /// Returns the shape `[out, in]` of an NF4 weight, or an error for another tensor.

@@ -58,6 +58,7 @@ pub(crate) mod cuda;
 mod function;
 mod reference;
 
+use crate::processor::computes_on;
 use function::FusedNorm;
 use runtime::autograd::{self, GradMode};
 use runtime::{Error, Result};
@@ -339,7 +340,7 @@ trait NormPass {
 
 /// Returns the fastest passes for tensors on `device`.
 fn pass_for(device: Device) -> &'static dyn NormPass {
-    if device == Device::Cpu { &cpu::Cpu } else { &cuda::Cuda }
+    if computes_on(device) { &cpu::Cpu } else { &cuda::Cuda }
 }
 
 fn not_recorded(tensors: &[Option<&Tensor>]) -> Result<()> {

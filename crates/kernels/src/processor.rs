@@ -24,8 +24,9 @@
 use std::fmt;
 use std::sync::OnceLock;
 
+use runtime::device::graph::operators_only;
 use runtime::{Error, Result};
-use tch::Kind;
+use tch::{Device, Kind};
 
 /// Vector instructions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -101,6 +102,12 @@ pub fn choices() -> Result<Choices> {
 /// Returns the vector instructions of the kernels in Rust.
 pub fn simd() -> Simd {
     decided().0.simd
+}
+
+/// Returns whether this crate's own code computes tensors on `device`: on the CPU, unless this thread leaves all to libtorch's operators
+/// ([`operators_only`]).
+pub(crate) fn computes_on(device: Device) -> bool {
+    device == Device::Cpu && !operators_only()
 }
 
 /// Returns whether libtorch's own products of `kind` run at full speed on this processor. For bf16: with AMX tiles, or with AVX-512

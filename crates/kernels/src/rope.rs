@@ -44,9 +44,11 @@ mod reference;
 use std::ops::Range;
 use std::sync::Arc;
 
+use crate::processor::computes_on;
 use function::Rotate;
 use parking_lot::Mutex;
 use runtime::autograd;
+use runtime::device::graph::operators_only;
 use runtime::profile::{Flops, record_external};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
@@ -146,6 +148,10 @@ impl RotaryTable {
     /// Returns [`RotaryTable::values`] for the positions of a call.
     fn values_for(&self, sequence: i64, positions: Option<&Tensor>) -> Result<Tensor> {
         let Some(positions) = positions else { return self.values(sequence) };
+        if operators_only() {
+            // Without reading the positions.
+            return self.values(self.positions());
+        }
         let known = self.values(0)?;
         if known.size()[0] == self.positions() || positions.numel() == 0 {
             return Ok(known);
@@ -235,7 +241,7 @@ trait RotaryPass {
 
 /// Returns the fastest pass for tensors on `device`.
 fn pass_for(device: Device) -> &'static dyn RotaryPass {
-    if device == Device::Cpu { &cpu::Cpu } else { &cuda::Cuda }
+    if computes_on(device) { &cpu::Cpu } else { &cuda::Cuda }
 }
 
 /// Reports the bytes that a pass over these tensors read and wrote to running counters. Elementwise work counts no FLOPs.

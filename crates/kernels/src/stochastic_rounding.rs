@@ -20,6 +20,7 @@ mod cpu;
 pub(crate) mod cuda;
 mod reference;
 
+use crate::processor::computes_on;
 use runtime::profile::{Flops, kernel, record_external};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
@@ -177,7 +178,7 @@ trait RoundingPass {
 
 /// Returns the fastest pass for tensors on `device`.
 fn pass_for(device: Device) -> &'static dyn RoundingPass {
-    if device == Device::Cpu { &cpu::Cpu } else { &cuda::Cuda }
+    if computes_on(device) { &cpu::Cpu } else { &cuda::Cuda }
 }
 
 #[cfg(test)]

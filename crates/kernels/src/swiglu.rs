@@ -20,10 +20,11 @@ mod function;
 mod reference;
 mod tensors;
 
+use crate::processor::computes_on;
 use runtime::autograd::{self, GradMode};
 use runtime::profile::{Flops, record_external};
 use runtime::{Error, Result};
-use tch::{Device, Tensor};
+use tch::Tensor;
 
 use tensors::Forward;
 
@@ -53,7 +54,7 @@ const NAME: &str = "fused swiglu";
 /// A tensor that is undefined, sparse or not floating-point; two shapes or devices. In backward, a second derivative.
 pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     let kind = function::check(gate, up)?;
-    if gate.device() != Device::Cpu && !cuda::are_ready_for(kind, gate.device()) {
+    if !computes_on(gate.device()) && !cuda::are_ready_for(kind, gate.device()) {
         return reference::recorded_product(gate, up, kind);
     }
     let inputs = [gate.f_to_kind(kind)?, up.f_to_kind(kind)?];
@@ -108,7 +109,7 @@ trait SwigluPass {
 
 /// Returns the fastest passes for tensors like `gate`.
 fn pass_for(gate: &Tensor) -> &'static dyn SwigluPass {
-    if gate.device() == Device::Cpu && cpu::takes(gate.kind()) {
+    if computes_on(gate.device()) && cpu::takes(gate.kind()) {
         &cpu::Cpu
     } else if cuda::take(gate) {
         &cuda::Cuda
@@ -133,7 +134,7 @@ fn not_recorded(tensors: &[&Tensor]) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use tch::{Kind, kind};
+    use tch::{Device, Kind, kind};
 
     use super::*;
 

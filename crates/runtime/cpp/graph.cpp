@@ -31,6 +31,7 @@ struct Methods {
   void (*begin)(void*, c10::MempoolId_t, int);
   void (*end)(void*);
   void (*replay)(void*);
+  c10::MempoolId_t (*pool)(void*);
 };
 
 Methods methods() {
@@ -40,6 +41,7 @@ Methods methods() {
   found.begin = cuda_symbol<decltype(found.begin)>("_ZN2at4cuda9CUDAGraph13capture_beginESt4pairIyyE21cudaStreamCaptureMode");
   found.end = cuda_symbol<decltype(found.end)>("_ZN2at4cuda9CUDAGraph11capture_endEv");
   found.replay = cuda_symbol<decltype(found.replay)>("_ZN2at4cuda9CUDAGraph6replayEv");
+  found.pool = cuda_symbol<decltype(found.pool)>("_ZN2at4cuda9CUDAGraph4poolEv");
   return found;
 }
 
@@ -76,11 +78,12 @@ void rt_graph_free(rt_graph* graph) {
   delete graph;
 }
 
-rt_status rt_graph_begin(rt_graph* graph) {
+rt_status rt_graph_begin(rt_graph* graph, rt_graph* shared) {
   return guard([&] {
+    const auto pool = shared == nullptr ? c10::MempoolId_t{0, 0} : shared->call.pool(shared->object);
     // cudaStreamCaptureModeThreadLocal: a call that cannot be captured fails on this thread. Other threads, such as a loader's, are
     // not restricted.
-    graph->call.begin(graph->object, c10::MempoolId_t{0, 0}, 1);
+    graph->call.begin(graph->object, pool, 1);
   });
 }
 

@@ -14,8 +14,9 @@ extern "C" {
 rt_status rt_graph_new(rt_graph** out);
 // `graph` is taken; null is allowed. A capture that it began has ended.
 void rt_graph_free(rt_graph* graph);
-// Starts to capture the stream: work that it gets is recorded instead of run.
-rt_status rt_graph_begin(rt_graph* graph);
+// Starts to capture the stream: work that it gets is recorded instead of run. Memory comes from the pool of `shared`, a graph that was
+// captured and is borrowed, or from a new pool if it is null.
+rt_status rt_graph_begin(rt_graph* graph, rt_graph* shared);
 // Ends the capture and makes the graph ready to run.
 rt_status rt_graph_end(rt_graph* graph);
 // Begins an empty capture on the stream without telling libtorch. After CUDA has ended a capture as invalid, libtorch still counts

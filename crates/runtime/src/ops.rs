@@ -80,6 +80,7 @@ pub fn tensors<const N: usize>(results: Vec<Value>) -> Result<[Tensor; N]> {
 /// # Errors
 /// Errors of libtorch, including earlier errors of the device.
 pub fn read(tensor: &Tensor) -> Result<Vec<f64>> {
+    crate::sys::recorder::refuse("the host reads values of a device (`ops::read`)")?;
     let bytes = (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
     record_external(READ, Flops::default(), bytes)?;
     Ok(Vec::try_from(tensor.f_detach()?.f_to_kind(Kind::Double)?.f_reshape([-1])?)?)

@@ -45,6 +45,7 @@ pub(crate) mod ops;
 pub mod parallel;
 pub(crate) mod profile;
 pub(crate) mod random;
+pub(crate) mod recorder;
 pub(crate) mod signals;
 pub(crate) mod stream;
 pub mod tensor;

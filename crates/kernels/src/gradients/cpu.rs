@@ -1,5 +1,6 @@
 //! One pass over the gradients of a step: scales them, checks that they are finite, and computes their norm.
 
+use crate::processor::computes_on;
 use half::bf16;
 use runtime::ops;
 use runtime::parallel;
@@ -68,7 +69,7 @@ struct Stretch {
 /// does not support.
 pub(crate) fn has_non_finite(tensor: &Tensor) -> Result<Option<bool>> {
     let (kind, count) = (tensor.kind(), tensor.numel());
-    let fits = tensor.device() == Device::Cpu && !tensor.is_sparse() && has_no_gaps(tensor);
+    let fits = computes_on(tensor.device()) && !tensor.is_sparse() && has_no_gaps(tensor);
     if !fits || !matches!(kind, Kind::Float | Kind::Double | Kind::BFloat16 | Kind::Half) {
         return Ok(None);
     }

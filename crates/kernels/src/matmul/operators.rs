@@ -18,6 +18,17 @@ pub(crate) fn mm_widened(out: &Tensor, a: &Tensor, b: &Tensor, accumulate: bool)
     call("aten::mm", "dtype_out", &[a.into(), b.into(), Kind::Float.into()], &named).map(drop)
 }
 
+/// `out = a · b` (`out += a · b` with `accumulate`), computed in fp32 and rounded once, for operands and an output of any dtype.
+///
+/// # Errors
+/// Errors of libtorch.
+pub(crate) fn mm_cast(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
+    let (a, b) = (a.f_to_kind(Kind::Float)?, b.f_to_kind(Kind::Float)?);
+    let product = if accumulate { out.f_to_kind(Kind::Float)?.f_addmm(&a, &b)? } else { a.f_mm(&b)? };
+    out.f_copy_(&product)?;
+    Ok(())
+}
+
 /// `out = factor · a · b` in one launch, for operands and an output of one dtype. CUDA only: on a CPU, [`crate::matmul`] chooses the kernel.
 ///
 /// # Errors

@@ -2,6 +2,7 @@
 
 use runtime::Result;
 use runtime::autograd::{Backward, Forward, Function, apply, retain};
+use runtime::device::graph::operators_only;
 use runtime::profile::{Flops, kernel, record_external};
 use tch::{Device, Kind, Tensor};
 
@@ -124,7 +125,7 @@ pub(crate) fn few_vectors(
         return Err(refuse(format!("x is {:?} for a weight [{rows}, {columns}]", x.size())));
     }
     let on_cpu = [Some(x), Some(weight), bias].into_iter().flatten().all(|one| one.device() == Device::Cpu);
-    if !on_cpu || !(1..=matmul::FEW).contains(&vectors) || columns % BLOCK != 0 {
+    if !on_cpu || operators_only() || !(1..=matmul::FEW).contains(&vectors) || columns % BLOCK != 0 {
         return Ok(None);
     }
     let scope = kernel("kernels::nf4::matvec", [x, weight]);

@@ -6,6 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::cpu::compute_kind;
 use super::{Gradients, Inputs, Keep, NAME, Norm, Options, Requested, Saved, Wanted, pass_for, recoverable};
+use crate::processor::computes_on;
 
 /// Inputs: x, then residual, weight and bias, if present. Outputs: y, and with a residual the sum.
 pub(super) struct FusedNorm {
@@ -70,7 +71,7 @@ impl Function for FusedNorm {
         let output = self.options.output.unwrap_or(self.kind);
         if matrix
             && self.options.keep == Keep::Output
-            && self.device == Device::Cpu
+            && computes_on(self.device)
             && recoverable(weight, bias, output)?
         {
             self.keep = Keep::Output;

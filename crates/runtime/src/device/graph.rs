@@ -21,21 +21,28 @@
 //!
 //! On a CPU, where a launch is a call, [`CapturedStep::capture`] returns an error.
 //!
+//! [`Capture`] is for a loop whose steps compute from the first on: its first run warms up, its second is captured, and the
+//! [`Graph`] replays the following ones. [`Capture::recorder`] is a graph's stand-in on a CPU: it records every operator that reaches the
+//! backends and calls them again with the recorded scalars and memory, so that whatever a graph would not repeat shows in the result. Two
+//! runs are compared: a scalar, an address or a shape that differs is an error that names the operator and the argument, as are
+//! values that the host reads and kernels outside the dispatcher. [`operators_only`] is the switch by which kernels leave their own
+//! code for libtorch's operators.
+//!
 //! Implementation: libtorch 2.11 has no graph in its device-generic interface (2.13 has `at::accelerator::Graph`), and the header
 //! of `at::cuda::CUDAGraph` needs those of CUDA. Its methods are looked up in `libtorch_cuda` by name and called by the platform's
 //! C++ ABI; `cpp/graph.cpp` has the checks (version, names, size). On an H200, replaying a training step of 32 layers of width 256
 //! takes 0.20 of the time of launching it.
 
+mod capture;
+
 use tch::Device;
 
-use super::choice::checked;
-use super::{Stream, synchronize};
 use crate::error::{Error, Result};
-use crate::sys::graph::CudaGraph;
+pub use capture::{Capture, Graph, OperatorsOnly, operators_only};
 
 /// A captured step. See the [module](self).
 pub struct CapturedStep {
-    graph: CudaGraph,
+    graph: Graph,
     device: Device,
     /// Owns the tensors whose addresses are in the graph. Dropped after the graph.
     _body: Box<dyn FnMut() -> Result<()>>,
@@ -60,41 +67,17 @@ impl CapturedStep {
         warmup: usize,
         body: impl FnMut() -> Result<()> + 'static,
     ) -> Result<Self> {
-        if checked(device)?.is_none() {
-            return Err(Error::Unavailable {
-                what: "a captured step".into(),
-                reason: "a graph of launches exists on CUDA devices alone; call the step itself, whose launches are calls on \
-                         a CPU"
-                    .into(),
-            });
-        }
+        let capture = Capture::new(device)?;
         if warmup == 0 {
             let reason =
                 "0 runs to warm up; expected one at least, since the first run allocates what must be there";
             return Err(Error::invalid("capture", reason));
         }
         let mut body = Box::new(body);
-        let stream = Stream::new(device)?;
-        // Another stream may still be writing what the step uses.
-        synchronize(device)?;
-        let _current = stream.enter()?;
-        // Declared after the guard, so that it is dropped first: a capture must end on its own stream, also after a
-        // panic.
-        let mut graph = CudaGraph::new().map_err(|error| Error::Unavailable {
-            what: "a captured step".into(),
-            reason: format!(
-                "{error}; install the libtorch that this was built for (`cargo xtask setup --cuda`)"
-            ),
-        })?;
         for _ in 0..warmup {
-            body()?;
+            capture.warm_up(&mut *body)?;
         }
-        synchronize(device)?;
-        graph.begin()?;
-        let captured = body();
-        let ended = graph.end();
-        captured?;
-        ended?;
+        let ((), graph) = capture.capture(None, &mut *body)?;
         Ok(Self { graph, device, _body: body })
     }
 
@@ -111,13 +94,6 @@ impl CapturedStep {
     /// # Errors
     /// An asynchronous error of a kernel.
     pub fn synchronize(&self) -> Result<()> {
-        synchronize(self.device)
-    }
-}
-
-impl Drop for CapturedStep {
-    fn drop(&mut self) {
-        // A replay may still use what is freed here. A drop cannot return an error.
-        let _ = self.synchronize();
+        super::synchronize(self.device)
     }
 }

@@ -55,5 +55,6 @@ pub fn range(name: &str) -> Range {
 /// # Ok::<(), runtime::Error>(())
 /// ```
 pub fn kernel<const N: usize>(name: &str, inputs: [&Tensor; N]) -> Range {
+    crate::sys::recorder::note_kernel(name);
     Range { _range: sys::begin_kernel(name, inputs) }
 }

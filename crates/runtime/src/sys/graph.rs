@@ -14,7 +14,7 @@ struct Opaque {
 unsafe extern "C" {
     fn rt_graph_new(out: *mut *mut Opaque) -> Status;
     fn rt_graph_free(graph: *mut Opaque);
-    fn rt_graph_begin(graph: *mut Opaque) -> Status;
+    fn rt_graph_begin(graph: *mut Opaque, shared: *mut Opaque) -> Status;
     fn rt_graph_end(graph: *mut Opaque) -> Status;
     fn rt_graph_restart(graph: *mut Opaque) -> Status;
     fn rt_graph_replay(graph: *mut Opaque) -> Status;
@@ -73,10 +73,11 @@ impl CudaGraph {
         Ok(Self { graph, capturing: false, _thread: PhantomData })
     }
 
-    /// Captures the work of the thread's current stream, until [`CudaGraph::end`].
-    pub(crate) fn begin(&mut self) -> Result<()> {
-        // SAFETY: the graph is ours.
-        unsafe { check(rt_graph_begin(self.graph)) }?;
+    /// Captures the work of the thread's current stream, until [`CudaGraph::end`], with the memory pool of `shared`, if given.
+    pub(crate) fn begin(&mut self, shared: Option<&Self>) -> Result<()> {
+        let shared = shared.map_or(std::ptr::null_mut(), |shared| shared.graph);
+        // SAFETY: the graph is ours, and `shared` exists during the call.
+        unsafe { check(rt_graph_begin(self.graph, shared)) }?;
         self.capturing = true;
         Ok(())
     }

@@ -22,7 +22,9 @@ unsafe extern "C" {
 ///
 /// # Errors
 /// A panic of `work`, the first one; the tasks that have not begun by then are left out. It cannot unwind through libtorch's threads.
+/// A thread that records a step ([`crate::device::graph::Capture::recorder`]).
 pub fn for_each<W: Fn(usize) + Sync>(tasks: usize, work: W) -> Result<()> {
+    super::recorder::refuse("a kernel computes outside libtorch's dispatcher")?;
     let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1).min(tasks);
     let shared = Shared { work, tasks, next: AtomicUsize::new(0), panic: Mutex::new(None) };
     if threads < 2 {

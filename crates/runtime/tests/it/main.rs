@@ -15,6 +15,7 @@ mod device_failures;
 mod device_graph;
 mod device_pinned;
 mod device_pinned_copy;
+mod device_recorder;
 mod device_schedules;
 mod device_streams;
 mod device_synchronize;
