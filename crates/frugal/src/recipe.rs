@@ -151,6 +151,7 @@ impl Recipe {
                 let layers = usize::try_from(folder.config().num_hidden_layers).unwrap_or(0);
                 let options = offload::OffloadConfig {
                     keep: self.kept_layers(layers)?,
+                    inputs_on_host: self.config.keeps_inputs_on_host(),
                     train_files: self.config.adapter.is_none(),
                     ..offload.options(device)
                 };
@@ -244,7 +245,12 @@ impl Recipe {
             let options = match &shards {
                 Some(shards) => Some(self.options_of_layers(device, shards, keep)),
                 None => {
-                    config.offload.as_ref().map(|own| offload::OffloadConfig { keep, ..own.options(device) })
+                    let inputs_on_host = config.keeps_inputs_on_host();
+                    config.offload.as_ref().map(|own| offload::OffloadConfig {
+                        keep,
+                        inputs_on_host,
+                        ..own.options(device)
+                    })
                 }
             };
             let apply = |options: offload::OffloadConfig| options.install(model.as_mut());

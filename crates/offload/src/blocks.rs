@@ -7,8 +7,12 @@
 //! | [`OffloadBlockWithFunction`] | for each use | a custom autograd function | one layer, and x of each |
 //! | [`OverlapOffloadBlock`] | prefetched into a ring of slots | a custom autograd function | the ring, and x or the activations of each |
 //!
+//! With [`OffloadConfig::inputs_on_host`](crate::OffloadConfig::inputs_on_host), x of each is in host memory.
+//!
 //! The names of tensors, and the tensors themselves, do not change, so an optimizer, a checkpoint and an adapter see the model
 //! as before. [`Offload`](crate::Offload) installs these wrappers.
+
+use std::sync::Arc;
 
 use models::Result;
 use models::module::{Block, Context, FunctionalCall, Module, OwnedContext, Visitor, VisitorMut};
@@ -131,8 +135,19 @@ impl Block for OffloadBlockWithCheckpointing {
             let x = span.ends_at(x)?;
             Ok([span.begins_at(&runner.run(&leaves, &x, &context.borrow(), direction)?)?])
         };
-        let [y_btd] = Checkpoint::default().run(segment, [x_btd])?;
+        let [y_btd] = recomputed(segment, x_btd, &self.0.engine, self.0.number)?;
         Ok(y_btd)
+    }
+}
+
+/// Runs a recomputed segment, whose input is in host memory between its passes if those of offloaded layers are.
+fn recomputed<F>(segment: F, x: &Tensor, engine: &Engine, number: usize) -> runtime::Result<[Tensor; 1]>
+where
+    F: Fn([&Tensor; 1]) -> runtime::Result<[Tensor; 1]> + Send + 'static,
+{
+    match engine.input_storage(number) {
+        Some(storage) => Checkpoint::default().run_with_storage(segment, [x], Arc::new(storage)),
+        None => Checkpoint::default().run(segment, [x]),
     }
 }
 
@@ -203,7 +218,7 @@ impl Block for ResidentBlock {
                 None => Ok([run(x)?]),
             }
         };
-        let [y_btd] = Checkpoint::default().run(segment, [x_btd])?;
+        let [y_btd] = recomputed(segment, x_btd, &self.engine, number)?;
         Ok(y_btd)
     }
 }

@@ -34,6 +34,7 @@ use parking_lot::{Mutex, MutexGuard};
 use runtime::device::{self, Event, Stream};
 use runtime::precision::identity;
 use tch::{Device, Tensor};
+use training::activations::{HostOffload, LayerStorage};
 
 use crate::error::{Result, refused};
 use crate::options::{HookPoint, OffloadConfig};
@@ -66,6 +67,8 @@ struct Inner {
     feeder: Stream,
     trace: Arc<Trace>,
     pool: PinnedPool,
+    /// The inputs of layers in host memory, if they are there between forward and backward.
+    inputs: Option<HostOffload>,
     state: Mutex<State>,
 }
 
@@ -120,10 +123,12 @@ impl Engine {
             folder,
             source: options.source.clone(),
         };
+        let store = Stream::high_priority(device)?;
         Ok(Self(Arc::new(Inner {
             placement,
             prefetch: Stream::high_priority(device)?,
-            store: Stream::high_priority(device)?,
+            inputs: options.inputs_on_host.then(|| HostOffload::on(store.clone())),
+            store,
             host: Stream::new(Device::Cpu)?,
             feeder: Stream::new(Device::Cpu)?,
             trace: Arc::default(),
@@ -135,6 +140,16 @@ impl Engine {
 
     pub(crate) fn options(&self) -> &OffloadConfig {
         &self.0.options
+    }
+
+    /// Returns the storage of the input of block `number` outside the device; `None` where inputs stay on it.
+    pub(crate) fn input_storage(&self, number: usize) -> Option<LayerStorage> {
+        self.0.inputs.as_ref().map(|inputs| inputs.storage(number))
+    }
+
+    /// Returns the bytes of inputs in host memory.
+    pub(crate) fn input_bytes(&self) -> u64 {
+        self.0.inputs.as_ref().map_or(0, HostOffload::bytes)
     }
 
     pub(crate) fn device(&self) -> Device {

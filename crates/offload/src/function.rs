@@ -2,7 +2,8 @@
 //!
 //! Forward loads w, computes y without a graph, and frees w; only x is saved. Backward loads w again, recomputes f with a
 //! graph, and computes from ∂L/∂y both ∂L/∂x, which it returns, and ∂L/∂w, which is copied to the host. The cost is one more
-//! forward and two loads; between forward and backward it keeps x.
+//! forward and two loads; between forward and backward it keeps x, on the device or in host memory
+//! ([`OffloadConfig::inputs_on_host`](crate::OffloadConfig::inputs_on_host)).
 //!
 //! Unlike a checkpointed segment with a load inside, the graph does not contain the load of w: the engine, not autograd, moves
 //! the gradients of w, on their own stream.
@@ -11,7 +12,8 @@ use std::fmt;
 
 use models::module::{Block, Context, OwnedContext, SharedModule};
 use runtime::autograd::{
-    Backward, Forward, Function, GradMode, Keep, Settings, ThreadLocalState, apply_always, backward_with,
+    Backward, Forward, Function, GradMode, Keep, SavedTensorStorage, Settings, StoredTensor,
+    ThreadLocalState, apply_always, backward_with,
 };
 use runtime::{precision, profile};
 use tch::Tensor;
@@ -94,8 +96,10 @@ pub(crate) struct OffloadFunction {
     kept: Option<Kept>,
 }
 
-/// State that a forward saves for its backward besides the input.
+/// State that a forward saves for its backward.
 struct Kept {
+    /// The input in host memory; `None` where it is among the saved tensors.
+    input: Option<Box<dyn StoredTensor>>,
     state: ThreadLocalState,
     /// The settings of the block's forward; `None` until it has run.
     settings: Option<Settings>,
@@ -118,10 +122,14 @@ impl OffloadFunction {
     }
 
     fn forward_as<D: OnDevice>(&mut self, ctx: &mut Forward<'_>, x: &Tensor) -> Result<Vec<Tensor>> {
-        ctx.save(x);
         if ctx.will_run_backward() {
-            let LayerRunner { engine, layer, .. } = &self.runner;
+            let LayerRunner { engine, layer, number, .. } = &self.runner;
+            let input = engine.input_storage(*number).map(|storage| storage.pack(x)).transpose()?;
+            if input.is_none() {
+                ctx.save(x);
+            }
             self.kept = Some(Kept {
+                input,
                 state: ThreadLocalState::capture(true)?,
                 settings: None,
                 versions_at_forward: engine.versions_at_forward(*layer)?,
@@ -129,10 +137,12 @@ impl OffloadFunction {
             });
         }
         let (y, settings) = Settings::of(|| self.runner.forward::<D>(x, &self.context.borrow()));
+        let y = y?;
         if let Some(kept) = &mut self.kept {
             kept.settings = Some(settings);
+            kept.input.as_ref().map_or(Ok(()), |input| input.wait())?;
         }
-        Ok(vec![y?])
+        Ok(vec![y])
     }
 
     fn backward_as<D: OnDevice>(
@@ -142,7 +152,7 @@ impl OffloadFunction {
     ) -> Result<Vec<Option<Tensor>>> {
         ctx.check_replay("offload")?;
         let LayerRunner { engine, layer, number, .. } = &self.runner;
-        let Some(Kept { state, settings, versions_at_forward, outstanding }) = &self.kept else {
+        let Some(Kept { input, state, settings, versions_at_forward, outstanding }) = &self.kept else {
             return Err(refused("function", "its forward recorded nothing"));
         };
         if ctx.may_overwrite_saved() {
@@ -151,7 +161,10 @@ impl OffloadFunction {
         let Some(gradient) = gradient else { return Ok(vec![None]) };
         engine.at_backward_end(ctx)?;
         engine.check_unchanged(*layer, versions_at_forward)?;
-        let x = ctx.take_saved().pop().ok_or_else(|| refused("function", "its input was not saved"))?;
+        let x = match input {
+            Some(input) => input.unpack()?,
+            None => ctx.take_saved().pop().ok_or_else(|| refused("function", "its input was not saved"))?,
+        };
         let x = x.f_detach()?.f_set_requires_grad(ctx.needs_input_grad(0))?;
         let on_device = D::begin(engine, *layer, Direction::Backward)?;
         engine.computing(*number, Direction::Backward, || {

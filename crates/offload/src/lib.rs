@@ -39,6 +39,9 @@
 //! its graph refers to memory that is attached when the layer is loaded for backward. So both take as many loads, and have the same
 //! bits. In mixed precision the activations include casts of the weights, which then stay.
 //!
+//! With [`OffloadConfig::inputs_on_host`] the inputs are in host memory: the device has those of two layers instead of all, which decides for
+//! long sequences (Llama-3-8B over 131,072 tokens in bf16: 2 GB instead of 34 GB).
+//!
 //! # Who owns a tensor's memory
 //!
 //! The model's tensor handles do not change. [`OffloadConfig::install`] gives a layer's tensors new memory: one page-locked host buffer

@@ -175,6 +175,11 @@ impl Offload {
         Ok(device::pinned_bytes(if pinned { device } else { Device::Cpu })?.live)
     }
 
+    /// Returns the bytes of layer inputs in host memory now, with [`OffloadConfig::inputs_on_host`].
+    pub fn input_bytes(&self) -> u64 {
+        self.engine.input_bytes()
+    }
+
     /// Starts recording what each stream does and when. Costs two events for each piece of work.
     ///
     /// # Errors

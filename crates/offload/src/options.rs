@@ -85,6 +85,10 @@ pub struct OffloadConfig {
     /// Layers that keep their activations on the device until backward, by index. The others keep their inputs, and run again in
     /// backward. For [`Method::Overlap`].
     pub keep: Vec<usize>,
+    /// Whether layers that keep their inputs alone keep them in host memory ([`HostOffload`](training::activations::HostOffload)): they are
+    /// copied there while the layer runs, on the stream that stores gradients, and back while the layer after it runs backward. Then the
+    /// device has the inputs of two layers at a time, however many there are.
+    pub inputs_on_host: bool,
     /// Whether to page-lock host memory if the device is a GPU; transfers from other memory do not overlap.
     pub pinned: bool,
     /// The source that holds layers instead of the tier, as far as it takes them, such as `sharding::Shards`, with a part of each on every rank.
@@ -104,6 +108,7 @@ impl Default for OffloadConfig {
             ring: 3,
             resident: Vec::new(),
             keep: Vec::new(),
+            inputs_on_host: false,
             pinned: true,
             source: None,
             test_hook: None,
@@ -148,6 +153,7 @@ impl fmt::Debug for OffloadConfig {
             .field("ring", &self.ring)
             .field("resident", &self.resident)
             .field("keep", &self.keep)
+            .field("inputs_on_host", &self.inputs_on_host)
             .field("pinned", &self.pinned)
             .field("source", &self.source)
             .finish_non_exhaustive()

@@ -16,7 +16,8 @@
 //!
 //! [`Activations::install`] wraps a model's blocks, attentions and MLPs under their own names. Each forward reads the plan, so it can
 //! change between steps ([`Activations::change`]). Gradients equal those of [`KeepAll`](LayerPlan::KeepAll) bit for bit: the recomputation
-//! has the same random state and mixed-precision policy. A layer in which nothing requires a gradient is never recomputed.
+//! has the same random state and mixed-precision policy. (On a GPU the backward passes of attention may add up in another order in every
+//! run: [`kernels::attention::backend`].) A layer in which nothing requires a gradient is never recomputed.
 //!
 //! [`Activations::probe`] measures the cost of each plan on the current device; `accounting::activation_plan` then finds the
 //! plan with the least recomputation within a budget. [`StepPredictor`] does both for a whole model:
@@ -53,11 +54,11 @@ use std::sync::atomic::{AtomicU8, Ordering};
 use models::module::{Attention, Block, Mlp, Module, ModuleMapper, map_modules, replace};
 
 pub use accounting::activation_plan::LayerPlan;
+pub use host_offload::{HostOffload, LayerStorage};
 pub use probe::LayerProbe;
 pub use step_predictor::{StepCost, StepPredictor};
 
 use crate::error::{Error, Result};
-use host_offload::HostOffload;
 use switched::{Switched, SwitchedBlock};
 
 /// Returns `plan` for every `k`-th of `layers` layers from the first on, and keep-all for the others and for the last layer,

@@ -7,8 +7,8 @@
 //!
 //! The loop waits for the device only to read the gradient norm or overflow flag, if needed (in one copy; never with a
 //! [`DeviceGradScaler`](crate::scaler::DeviceGradScaler)), and the losses, several steps at a time. A resumed training computes
-//! the same bits as one that was never stopped: parameters, optimizer, scaler, data position and random generators are
-//! restored.
+//! the same bits as one that was never stopped (on a GPU with deterministic attention: [`kernels::attention::backend`]): parameters,
+//! optimizer, scaler, data position and random generators are restored.
 
 mod best;
 mod description;

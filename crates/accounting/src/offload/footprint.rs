@@ -13,7 +13,8 @@
 //! optimizer's step       all gradients + the step's copies, if every layer is resident and the optimizer is on the device
 //! ```
 //!
-//! In inference there is one input instead of k + 1; of layers that are not recomputed the kept activations instead of their inputs.
+//! In inference there is one input instead of k + 1; of layers that are not recomputed the kept activations instead of their inputs. With
+//! inputs in host memory there is the running layer's, and in backward also that of the recomputed layer before it.
 //! Gradients are stored while other layers compute (or reduced over ranks: [`Layer::reducing_bytes`]), so their number follows from the
 //! schedule: a backward's own gradients appear after the recomputation, when those of the layer before have often left. One layer at a time
 //! is on the device only while it computes.
@@ -221,9 +222,11 @@ fn moments(costs: &StepCosts, setup: &Setup, kept: &[Option<Kept>], spans: &[Spa
 fn passing(costs: &StepCosts, kept: &[Option<Kept>], moment: Moment) -> Result<[Item; 2], Error> {
     let working = costs.working;
     let input = working.input_bytes;
+    let kept_input = if working.inputs_on_host { 0 } else { input };
     let first_layers = |count: usize| {
-        let bytes = |kept: &Option<Kept>| kept.map_or(input, |kept| kept.bytes);
-        sum("bytes that layers keep", kept[..count].iter().map(bytes))
+        let bytes = |kept: &Option<Kept>| kept.map_or(kept_input, |kept| kept.bytes);
+        let on_device = if working.inputs_on_host { inputs_in_transfer(kept, moment) * input } else { 0 };
+        sum("bytes that layers keep", kept[..count].iter().map(bytes).chain([on_device]))
     };
     let (activations, bytes) = match moment {
         Moment::Head if !costs.training => (0, working.head_bytes),
@@ -243,6 +246,20 @@ fn passing(costs: &StepCosts, kept: &[Option<Kept>], moment: Moment) -> Result<[
     };
     let name = if kept.iter().any(Option::is_some) { "kept activations" } else { "layer inputs" };
     Ok([Item { name, bytes: activations }, Item { name: "working memory", bytes }])
+}
+
+/// Returns how many of the inputs that are kept in host memory are on the device: the running layer's, and in backward also that of the
+/// recomputed layer before it, which is copied while this one, or one that keeps its activations, runs.
+fn inputs_in_transfer(kept: &[Option<Kept>], moment: Moment) -> u64 {
+    let any_recomputed = |layers: &[Option<Kept>]| layers.iter().any(Option::is_none);
+    let count = |layer: usize, next: bool| u64::from(kept[layer].is_none()) + u64::from(next);
+    match moment {
+        Moment::Forward(layer) => count(layer, false),
+        Moment::Recomputation(layer) | Moment::Backward(layer) => {
+            count(layer, any_recomputed(&kept[..layer]) && any_recomputed(&kept[layer..]))
+        }
+        Moment::Head | Moment::Embedding | Moment::Update => 0,
+    }
 }
 
 /// A layer's gradient, and the interval in which it is on the device.
@@ -283,12 +300,18 @@ fn gradients(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Vec<Gradient> 
     costs.layers.iter().enumerate().map(one).collect()
 }
 
-/// Streamed layers, their optimizer state if it is on the host, and the maximum of gradients that are in flight or not yet
-/// consumed.
+/// Streamed layers, their optimizer state if it is on the host, the maximum of gradients that are in flight or not yet
+/// consumed, and inputs that are kept on the host.
 pub(super) fn host_bytes(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Result<u64, Error> {
     const WHAT: &str = "bytes on the host";
     let streamed = || costs.layers.iter().enumerate().filter(|(layer, _)| !is_resident(setup, *layer));
-    let weights = sum(WHAT, streamed().map(|(_, cost)| cost.slot_bytes))?;
+    let working = costs.working;
+    let inputs = match costs.training && working.inputs_on_host {
+        true => kept(costs, setup)?.iter().filter(|kept| kept.is_none()).count() as u64,
+        false => 0,
+    };
+    let inputs = product(WHAT, &[inputs, working.input_bytes])?;
+    let weights = sum(WHAT, streamed().map(|(_, cost)| cost.slot_bytes).chain([inputs]))?;
     if !costs.updates() || setup.optimizer == OptimizerPlace::Device {
         return Ok(weights);
     }

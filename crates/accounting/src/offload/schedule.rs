@@ -34,6 +34,8 @@ struct Run<'a> {
     streams: [f64; 4],
     /// The time from which each layer's weights on the host are those of the next step.
     current: Vec<f64>,
+    /// When the next layer's input is back on the device, if its copy has been started.
+    arriving: Option<f64>,
     spans: Vec<Span>,
     /// The end of the previous step.
     begin: f64,
@@ -57,6 +59,7 @@ impl<'a> Run<'a> {
             slots: vec![Slot::default(); slots],
             streams: [0.0; 4],
             current: vec![0.0; count],
+            arriving: None,
             spans: Vec::new(),
             begin: 0.0,
         }
@@ -120,8 +123,16 @@ impl<'a> Run<'a> {
             }
             (true, _) => (Operation::Backward, cost.backward_seconds),
         };
-        let mut done =
-            self.put(StreamKind::Compute, operation, Some(layer), ready.max(self.begin), seconds, 0);
+        let copies = self.keeps_input_on_host(layer);
+        let ready = if backward && copies { ready.max(self.input_back(layer)) } else { ready };
+        let start = self.streams[StreamKind::Compute as usize].max(ready).max(self.begin);
+        let mut done = self.put(StreamKind::Compute, operation, Some(layer), start, seconds, 0);
+        if !backward && copies {
+            // The next layer's computation may reuse the memory.
+            let copied = self.copy_input(layer, start);
+            let compute = &mut self.streams[StreamKind::Compute as usize];
+            *compute = compute.max(copied);
+        }
         let mut stays = !matches!(self.setup.method, Method::OneAtATime);
         if backward && cost.trainable > 0 {
             match self.setup.optimizer {
@@ -137,6 +148,30 @@ impl<'a> Run<'a> {
         if let Some(slot) = slot {
             self.slots[slot] = Slot { layer: stays.then_some(layer), free: done };
         }
+    }
+
+    fn keeps_input_on_host(&self, layer: usize) -> bool {
+        let StepCosts { training, working, layers, .. } = self.costs;
+        *training && working.inputs_on_host && !self.setup.method.keeps(&layers[layer])
+    }
+
+    /// Returns when the input of a layer is back on the device, and starts the copy of that of the recomputed layer before it.
+    fn input_back(&mut self, layer: usize) -> f64 {
+        let now = self.streams[StreamKind::Compute as usize];
+        let back = match self.arriving.take() {
+            Some(back) => back,
+            None => self.copy_input(layer, now),
+        };
+        let before = (0..layer).rev().find(|before| self.keeps_input_on_host(*before));
+        self.arriving = before.map(|before| self.copy_input(before, now));
+        back
+    }
+
+    /// Copies a layer's input to the host or back, and returns the end.
+    fn copy_input(&mut self, layer: usize, ready: f64) -> f64 {
+        let bytes = self.costs.working.input_bytes;
+        let seconds = bytes as f64 / self.rates.store;
+        self.put(StreamKind::Store, Operation::Inputs, Some(layer), ready, seconds, bytes)
     }
 
     /// Loads a layer if necessary; returns its slot and the time at which it is loaded.

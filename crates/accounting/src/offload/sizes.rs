@@ -328,6 +328,7 @@ fn training_working(
     let narrow = input_bytes(model, work, choices)?;
     Ok(WorkingMemory {
         input_bytes: narrow,
+        inputs_on_host: choices.inputs_on_host,
         forward_bytes: passes.forward,
         recomputation_bytes: sum("bytes of a recomputation", [passes.keeping, narrow])?,
         backward_bytes: passes.recomputed,

@@ -52,6 +52,8 @@ pub struct Fixed {
 pub struct WorkingMemory {
     /// Bytes of one layer's input; of a training step with recomputation, every layer's is kept.
     pub input_bytes: u64,
+    /// Whether those inputs are kept in host memory: copied there while the layer runs, and back while the layer after it runs backward.
+    pub inputs_on_host: bool,
     /// Maximum bytes of a layer's forward that keeps nothing, beyond its weights and its input.
     pub forward_bytes: u64,
     /// Maximum bytes of a layer's recomputation, beyond its weights and its input, including its output's gradient.

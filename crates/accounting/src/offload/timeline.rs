@@ -43,6 +43,8 @@ pub enum Operation {
     Weights,
     /// Copying gradients.
     Gradients,
+    /// Copying a layer's input to the host or back.
+    Inputs,
 }
 
 impl Operation {
@@ -55,6 +57,7 @@ impl Operation {
             Self::Step => "step",
             Self::Weights => "weights",
             Self::Gradients => "gradients",
+            Self::Inputs => "inputs",
         }
     }
 }

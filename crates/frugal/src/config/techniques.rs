@@ -87,7 +87,8 @@ pub enum ActivationPlan {
     Plan,
 }
 
-/// Part that a layer without kept activations recomputes in backward. Gradients have the same bits with each.
+/// Part that a layer without kept activations recomputes in backward. Gradients have the same bits with each, on a GPU up to the order of
+/// sums in the backward pass of attention ([`kernels::attention::backend`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
 #[serde(rename_all = "lowercase")]
@@ -101,7 +102,7 @@ pub enum Recomputed {
     Mlp,
     /// The attention.
     Attention,
-    /// The whole layer; its input is offloaded to host memory.
+    /// The whole layer; its input is offloaded to host memory, also where its weights are offloaded.
     Offload,
 }
 

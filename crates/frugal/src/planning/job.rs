@@ -103,6 +103,7 @@ pub fn job(
         documents: data.packed,
         widens: widens(operands, device),
         packs: on_cpu,
+        inputs_on_host: config.keeps_inputs_on_host(),
         ..choices(kind, &rates.machine(), tokens)
     };
     Ok(Job {

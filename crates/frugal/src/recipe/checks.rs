@@ -140,7 +140,7 @@ pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
         let remedy = "use `optimizer.frozen_weights = \"whole\"`, or `offload.tier = \"host\"`";
         return refused("`offload.tier = \"file\"`", why, remedy);
     }
-    if optimizer.zero_stage == 3 && !config.keeps_whole_layers() {
+    if optimizer.zero_stage == 3 && (!config.keeps_whole_layers() || config.keeps_inputs_on_host()) {
         let why = "a divided layer keeps all its activations, or its input alone";
         let remedy = "use `activations.plan = \"keep\"`, \"every-k\" or \"recompute\" with `activations.recompute = \"layer\"`, or \
                       `optimizer.zero_stage = 2`";

@@ -46,12 +46,19 @@ impl Config {
         self.keeps_offloaded() && self.precision.compute != Compute::Fp32
     }
 
+    /// Returns whether offloaded layers keep their inputs in host memory.
+    pub(crate) fn keeps_inputs_on_host(&self) -> bool {
+        self.offload.is_some()
+            && self.activations.recompute == Recomputed::Offload
+            && matches!(self.activations.plan, ActivationPlan::Recompute | ActivationPlan::EveryK)
+    }
+
     /// Returns whether each layer keeps all its activations or its input alone, by a plan that needs no measurement.
     pub(super) fn keeps_whole_layers(&self) -> bool {
         match self.activations.plan {
             ActivationPlan::Auto | ActivationPlan::Keep => true,
             ActivationPlan::Recompute | ActivationPlan::EveryK => {
-                self.activations.recompute == Recomputed::Layer
+                self.activations.recompute == Recomputed::Layer || self.keeps_inputs_on_host()
             }
             ActivationPlan::Plan => false,
         }

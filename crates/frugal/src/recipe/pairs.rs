@@ -63,8 +63,8 @@ static RULES: [Rule; 20] = [
         named(kept_in_parts, |config| !config.keeps_whole_layers()),
         OFFLOAD,
         "an offloaded layer keeps all its activations, or its input alone",
-        "use `activations.plan = \"keep\"`, \"every-k\" or \"recompute\" with `activations.recompute = \"layer\"`, or keep the weights on \
-         the device",
+        "use `activations.plan = \"keep\"`, \"every-k\" or \"recompute\" with `activations.recompute = \"layer\"` or \"offload\", or keep the \
+         weights on the device",
     ),
     (
         named(kept_by, Config::keeps_offloaded),

@@ -4,7 +4,9 @@
 use accounting::activation_plan::LayerPlan;
 use accounting::candidates::{Job, Placement, Tier};
 use accounting::offload::OptimizerPlace;
-use frugal::config::{Compute, Config, Dtype, LossHeadKind, MasterWeights};
+use frugal::config::{
+    ActivationPlan, Compute, Config, Dtype, LossHeadKind, MasterWeights, OffloadConfig, Recomputed,
+};
 use frugal::planning::{self, DataShape, KnownRates};
 use frugal::{Recipe, runtime};
 use lora::LoraConfig;
@@ -35,6 +37,8 @@ struct Case {
     mixed: bool,
     /// Whether weights of 16 bits are rounded stochastically, without master weights.
     stochastic: bool,
+    /// Whether offloaded layers keep their inputs in host memory.
+    inputs_on_host: bool,
 }
 
 fn keep(layers: usize) -> Placement {
@@ -133,6 +137,7 @@ const ADAPTED: Case = Case {
     at_once: None,
     mixed: false,
     stochastic: false,
+    inputs_on_host: false,
 };
 const FULL: Case = Case { name: "full", adapters: None, ..ADAPTED };
 const FULL_BF16: Case = Case { kind: Kind::BFloat16, length: 40, ..FULL };
@@ -140,7 +145,7 @@ const FULL_BF16: Case = Case { kind: Kind::BFloat16, length: 40, ..FULL };
 const DORA: Case = Case { name: "DoRA", adapters: Some(dora), ..ADAPTED };
 const PISSA: Case = Case { name: "PiSSA", adapters: Some(pissa), ..ADAPTED };
 
-const CASES: [Case; 42] = [
+const CASES: [Case; 45] = [
     ADAPTED,
     Case { name: "adapters, short", length: 24, rows: 2, ..ADAPTED },
     Case { name: "adapters, bf16", kind: Kind::BFloat16, ..ADAPTED },
@@ -162,6 +167,20 @@ const CASES: [Case; 42] = [
     Case {
         name: "adapters, layers in files, some kept",
         placement: files_and_some_activations,
+        length: 100,
+        ..ADAPTED
+    },
+    Case {
+        name: "adapters, layers and inputs in host memory",
+        placement: host,
+        inputs_on_host: true,
+        length: 100,
+        ..ADAPTED
+    },
+    Case {
+        name: "adapters, layers in files, some kept, other inputs in host memory",
+        placement: files_and_some_activations,
+        inputs_on_host: true,
         length: 100,
         ..ADAPTED
     },
@@ -199,6 +218,12 @@ const CASES: [Case; 42] = [
     Case { name: "full, layers in files", placement: trained_files, ..FULL },
     Case { name: "full, layers in files, accumulated", placement: trained_files, accumulation: 2, ..FULL },
     Case { name: "full, layers in host memory", placement: trained_host, ..FULL },
+    Case {
+        name: "full, layers and inputs in host memory",
+        placement: trained_host,
+        inputs_on_host: true,
+        ..FULL
+    },
     Case {
         name: "full, layers in host memory, accumulated",
         placement: trained_host,
@@ -256,6 +281,11 @@ fn config(case: &Case) -> Config {
     };
     if case.stochastic {
         config.optimizer.master_weights = MasterWeights::Stochastic;
+    }
+    if case.inputs_on_host {
+        config.activations.plan = ActivationPlan::Recompute;
+        config.activations.recompute = Recomputed::Offload;
+        config.offload = Some(OffloadConfig::default());
     }
     if case.mixed {
         config.precision.compute = Compute::Bf16;

@@ -77,11 +77,11 @@ struct Peak {
 
 /// The peak of a third step.
 fn peak(method: Option<(Method, usize)>, training: bool) -> Peak {
-    peak_keeping(method, training, 0)
+    peak_keeping(method, training, 0, false)
 }
 
-/// The peak if the last `kept` layers keep their activations.
-fn peak_keeping(method: Option<(Method, usize)>, training: bool, kept: usize) -> Peak {
+/// The peak if the last `kept` layers keep their activations, and the others their inputs, on the device or on the host.
+fn peak_keeping(method: Option<(Method, usize)>, training: bool, kept: usize, inputs_on_host: bool) -> Peak {
     let tokens = batch(60, 3);
     let host_before = device::pinned_bytes(CPU).unwrap().live;
     let before = memory::live_bytes(CPU).unwrap();
@@ -93,6 +93,7 @@ fn peak_keeping(method: Option<(Method, usize)>, training: bool, kept: usize) ->
             method,
             ring,
             keep,
+            inputs_on_host,
             test_hook: Some(in_step.clone()),
             ..OffloadConfig::default()
         };
@@ -105,25 +106,29 @@ fn peak_keeping(method: Option<(Method, usize)>, training: bool, kept: usize) ->
         assert_eq!(offload.host_bytes().unwrap() - host_before, SIZES.layers * layer);
     }
     let step = || {
-        let loss = if training {
+        if training {
             let loss = model.loss(&Input::new(&tokens), &tokens).unwrap().sum;
+            let inputs = offload.as_ref().map_or(0, |offload| offload.input_bytes());
+            let on_host = if inputs_on_host { SIZES.layers - kept as u64 } else { 0 };
+            assert_eq!(inputs, on_host * tokens.numel() as u64 * SIZES.hidden * 4);
             backward(&[&loss]).unwrap();
+            drop(loss);
             if let Some(offload) = &offload {
+                assert_eq!(offload.input_bytes(), 0);
                 // Besides the layers, their gradients without alignment; one layer's gradients at a time passed through the device.
                 let of_layers = |(name, _): &&(String, &Tensor)| name.starts_with("layers.");
                 let trained = trainable(&*model);
                 let gradients: u64 =
                     trained.iter().filter(of_layers).map(|(_, tensor)| tensor.numel() as u64 * 4).sum();
                 let host = offload.host_bytes().unwrap() - host_before;
-                assert_eq!(host, SIZES.layers * layer + gradients);
+                // The buffers of inputs are kept for the next step.
+                assert_eq!(host, SIZES.layers * layer + gradients + inputs);
             }
             trainable(&*model).into_iter().for_each(|(_, tensor)| set_grad(tensor, None).unwrap());
-            loss
         } else {
             let _no_grad = tch::no_grad_guard();
-            model.logits(&Input::new(&tokens)).unwrap()
-        };
-        drop(loss);
+            drop(model.logits(&Input::new(&tokens)).unwrap());
+        }
         if let Some(offload) = &offload {
             offload.synchronize().unwrap();
             offload.check_on_host().unwrap();
@@ -212,7 +217,7 @@ fn peaks_are_ordered_and_match_the_prediction() {
             for layer in SIZES.layers as usize - kept..SIZES.layers as usize {
                 some.layers[layer].kept = keeps.layers[layer].kept;
             }
-            let found = peak_keeping(Some((Method::Overlap, ring)), true, kept);
+            let found = peak_keeping(Some((Method::Overlap, ring)), true, kept, false);
             let expected = on_paper(&some, paper::Method::Overlap { ring });
             close(&format!("activations of {kept} layers kept, ring {ring}"), found.bytes, expected, 0.02);
             // Not the weights.
@@ -220,6 +225,24 @@ fn peaks_are_ordered_and_match_the_prediction() {
                 (found.ring, found.rest),
                 (ring as u64 * one.layer, one.rest + ring as u64 * one.layer)
             );
+        }
+        // Inputs on the host: at most two of them are on the device.
+        for (method, kept) in [(Method::Function, 0), (Method::Overlap, 0), (Method::Overlap, 3)] {
+            let mut some = costs.clone();
+            some.working.inputs_on_host = true;
+            for layer in SIZES.layers as usize - kept..SIZES.layers as usize {
+                some.layers[layer].kept = keeps.layers[layer].kept;
+            }
+            let found = peak_keeping(Some((method, 2)), true, kept, true);
+            let on_device = peak_keeping(Some((method, 2)), true, kept, false);
+            let paper = match method {
+                Method::Function => paper::Method::OneAtATime,
+                _ => paper::Method::Overlap { ring: 2 },
+            };
+            let what = format!("{}, inputs on the host, activations of {kept} layers kept", method.name());
+            close(&what, found.bytes, on_paper(&some, paper), 0.02);
+            let inputs = (SIZES.layers - kept as u64) * costs.working.input_bytes;
+            assert!(found.bytes < on_device.bytes, "{what}: {inputs} bytes of inputs");
         }
     }
 }

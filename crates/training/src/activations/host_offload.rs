@@ -20,13 +20,13 @@ use runtime::device::{Event, Stream, copy_async, pinned_empty};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
-/// The copies of one model's activations.
+/// The layer inputs of one model in host memory, and their copies. Clones share them.
 #[derive(Debug, Default, Clone)]
-pub(super) struct HostOffload(Arc<Shared>);
+pub struct HostOffload(Arc<Shared>);
 
 #[derive(Debug, Default)]
 struct Shared {
-    /// Created at the first copy.
+    /// Created at the first copy, or given.
     stream: OnceLock<Stream>,
     state: Mutex<State>,
 }
@@ -42,12 +42,18 @@ struct State {
 }
 
 impl HostOffload {
-    /// Returns the storage of layer `layer`.
-    pub(super) fn storage(&self, layer: usize) -> LayerStorage {
+    /// Creates a storage that copies on `stream`, which may have other work: gradients on their way to the host.
+    pub fn on(stream: Stream) -> Self {
+        Self(Arc::new(Shared { stream: OnceLock::from(stream), state: Mutex::default() }))
+    }
+
+    /// Returns the storage of the input of layer `layer`, in the order of forward.
+    pub fn storage(&self, layer: usize) -> LayerStorage {
         LayerStorage { offload: self.0.clone(), layer }
     }
 
-    pub(super) fn bytes(&self) -> u64 {
+    /// Returns the bytes in host memory now, between a forward and its backward.
+    pub fn bytes(&self) -> u64 {
         self.0.state.lock().bytes
     }
 }
@@ -72,7 +78,7 @@ impl Shared {
 
 /// The storage of one layer's input.
 #[derive(Debug, Clone)]
-pub(super) struct LayerStorage {
+pub struct LayerStorage {
     offload: Arc<Shared>,
     layer: usize,
 }

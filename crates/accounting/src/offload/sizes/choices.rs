@@ -33,6 +33,8 @@ pub struct Choices {
     /// Whether a product packs its weights before it computes, as on a CPU: then the time to read and write them adds up with that of the
     /// FLOPs, and passes over fewer rows take longer.
     pub packs: bool,
+    /// Whether layers that keep their inputs alone keep them in host memory.
+    pub inputs_on_host: bool,
 }
 
 impl Default for Choices {
@@ -51,6 +53,7 @@ impl Default for Choices {
             documents: false,
             widens: false,
             packs: false,
+            inputs_on_host: false,
         }
     }
 }

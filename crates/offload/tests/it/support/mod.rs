@@ -40,8 +40,8 @@ pub fn assignment() -> DecoderConfig {
     }
 }
 
-/// Every way to train a model of `layers` layers, with its name: each method, and layers that keep their activations, all or every
-/// second.
+/// Every way to train a model of `layers` layers, with its name: each method, with inputs on the device and on the host, and layers that
+/// keep their activations, all or every second.
 pub fn ways(layers: usize) -> Vec<(String, OffloadConfig)> {
     let methods = [Method::Checkpointing, Method::Function, Method::Overlap]
         .map(|method| (method.name().to_owned(), OffloadConfig { method, ..OffloadConfig::default() }));
@@ -49,7 +49,13 @@ pub fn ways(layers: usize) -> Vec<(String, OffloadConfig)> {
         let keep: Vec<usize> = (0..layers).step_by(every).collect();
         (format!("activations of {keep:?} kept"), OffloadConfig { keep, ..OffloadConfig::default() })
     });
-    methods.into_iter().chain(keeps).collect()
+    let plain: Vec<(String, OffloadConfig)> = methods.into_iter().chain(keeps).collect();
+    // Where every layer keeps its activations, no input is kept.
+    let on_host = plain.iter().filter(|(_, options)| options.keep.len() < layers).map(|(name, options)| {
+        (format!("{name}, inputs on the host"), OffloadConfig { inputs_on_host: true, ..options.clone() })
+    });
+    let on_host: Vec<(String, OffloadConfig)> = on_host.collect();
+    plain.into_iter().chain(on_host).collect()
 }
 
 /// The results of a training.
