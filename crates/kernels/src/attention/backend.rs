@@ -12,9 +12,11 @@
 //!
 //! # Equal bits
 //!
-//! The backward passes of cuDNN and FlashAttention-2 add up gradients of queries in the order in which blocks finish, so that two runs may
-//! differ in the last bits. With [`Determinism::Require`](runtime::ops::settings::Determinism) libtorch uses slower kernels with one order,
-//! and refuses cuDNN's. Such classes are measured by themselves.
+//! The backward passes of these kernels add up the gradients of queries in the order in which blocks finish (FlashAttention-2 and cuDNN
+//! always, the memory-efficient kernel where it divides the keys), so that two runs on a GPU may differ in the last bits. What this project
+//! promises of equal bits, under every activation plan and after a resume, holds there with
+//! [`Determinism::Require`](runtime::ops::settings::Determinism): libtorch then uses slower kernels with one order, and refuses cuDNN's. Such
+//! classes are measured by themselves.
 
 use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, Once, OnceLock, PoisonError};
