@@ -3,11 +3,11 @@
 use std::collections::HashMap;
 use std::fmt;
 
-use crate::measurements::Measurements;
+use crate::measurements::{Measurements, distinct};
 use crate::part::OtherReport;
 use crate::record::Record;
 use crate::run::{RunOutcome, RunState};
-use crate::spec::{Claim, Op, Specs};
+use crate::spec::{Claim, DeviceKind, Op, Specs};
 use crate::unit;
 
 /// The verdict on a claim.
@@ -17,6 +17,13 @@ pub enum Verdict {
     Holds {
         /// The worst value.
         value: f64,
+    },
+    /// The limit is within the 95 % interval of the worst value: the rounds do not tell on which side it is.
+    Tie {
+        /// The worst value.
+        value: f64,
+        /// The interval.
+        interval: (f64, f64),
     },
     /// The worst value is outside the limit.
     FallsShort {
@@ -50,11 +57,14 @@ pub struct CheckedClaim {
 
 /// Checks every claim of `specs` against `records`, in the order of registration.
 ///
-/// The worst matching record decides. A missing value gives "not measured" unless a measured value falls short. `runs`
+/// The worst matching record decides; if its interval covers the limit, the claim is a tie. A missing value gives "not measured" unless a measured value falls short. `runs`
 /// has the reason why an experiment left no record.
 pub fn check(specs: &Specs, records: &[Record], runs: &[RunOutcome]) -> Vec<CheckedClaim> {
     let mut of_experiments = HashMap::new();
     let check = |claim: &Claim| {
+        if let Some(devices) = several_gpus(&claim.experiment, records) {
+            return unmeasured(claim, format!("the records are of {devices}"));
+        }
         let measured = of_experiments
             .entry(claim.experiment.clone())
             .or_insert_with_key(|experiment| Measurements::select(specs, experiment, records));
@@ -89,31 +99,53 @@ fn check_one(claim: &Claim, measured: &Measurements, runs: &[RunOutcome]) -> Che
         .records()
         .iter()
         .filter(|record| record.metric.name == claim.metric && claim.case.matches(&record.case))
+        .filter(|record| claim.device.is_none_or(|device| device.is_of(&record.environment)))
         .collect();
-    let worst =
-        matching.iter().filter_map(|record| Some((record.metric.value?, &record.metric.note))).max_by(
-            |(a, _), (b, _)| claim.op.badness(*a, claim.limit).total_cmp(&claim.op.badness(*b, claim.limit)),
-        );
-    let (worst, note) = worst.map_or((None, None), |(value, note)| (Some(value), note.clone()));
+    let badness = |value: f64| claim.op.badness(value, claim.limit);
+    let worst = matching
+        .iter()
+        .filter_map(|record| Some((record.metric.value?, &record.metric)))
+        .max_by(|(a, _), (b, _)| badness(*a).total_cmp(&badness(*b)));
+    let tied = worst
+        .and_then(|(value, metric)| Some((value, metric.interval?)))
+        .filter(|(_, (low, high))| (*low..=*high).contains(&claim.limit));
+    let (worst, note) = worst.map_or((None, None), |(value, metric)| (Some(value), metric.note.clone()));
     let missing = matching.iter().find(|record| record.metric.value.is_none());
-    let verdict = match (worst, missing) {
-        (Some(value), _) if !claim.op.holds(value, claim.limit) => Verdict::FallsShort { value },
-        (_, Some(record)) => {
+    let verdict = match (tied, worst, missing) {
+        (Some((value, interval)), ..) => Verdict::Tie { value, interval },
+        (_, Some(value), _) if !claim.op.holds(value, claim.limit) => Verdict::FallsShort { value },
+        (.., Some(record)) => {
             Verdict::NotMeasured { why: record.metric.note.clone().unwrap_or_else(|| "no value".into()) }
         }
-        (Some(value), None) => Verdict::Holds { value },
-        (None, None) => Verdict::NotMeasured { why: why_no_record(claim, runs) },
+        (_, Some(value), None) => Verdict::Holds { value },
+        (_, None, None) => Verdict::NotMeasured { why: why_no_record(claim, runs) },
     };
     let unit = matching.first().map_or_else(|| claim.unit.clone(), |record| record.metric.unit.clone());
     let note = note.filter(|_| !matches!(verdict, Verdict::NotMeasured { .. }));
     CheckedClaim { claim: claim.clone(), unit, verdict, note, machine: None }
 }
 
+/// The names of the GPUs that measured `experiment`, where they are several: figures of two are not of one machine.
+fn several_gpus(experiment: &str, records: &[Record]) -> Option<String> {
+    let mine = records.iter().filter(|record| record.experiment == experiment);
+    let gpus = distinct(mine.map(|record| &*record.environment.device).filter(|device| *device != "cpu"));
+    (gpus.len() > 1).then(|| gpus.join(" and "))
+}
+
+fn unmeasured(claim: &Claim, why: String) -> CheckedClaim {
+    let verdict = Verdict::NotMeasured { why };
+    CheckedClaim { claim: claim.clone(), unit: claim.unit.clone(), verdict, note: None, machine: None }
+}
+
 fn why_no_record(claim: &Claim, runs: &[RunOutcome]) -> String {
     match runs.iter().find(|run| run.experiment == claim.experiment).map(|run| &run.state) {
         Some(RunState::Skipped { why }) => why.clone(),
         Some(RunState::Failed { .. }) => format!("{} failed", claim.experiment),
-        _ => "no record".into(),
+        _ => match claim.device {
+            Some(DeviceKind::Gpu) => "no record of a GPU".into(),
+            Some(DeviceKind::Cpu) => "no record of a CPU".into(),
+            None => "no record".into(),
+        },
     }
 }
 
@@ -130,14 +162,22 @@ impl CheckedClaim {
             Verdict::NotMeasured { why } => Some(why),
             _ => self.note.as_ref(),
         };
-        let all: Vec<String> = machine.into_iter().chain(words.cloned()).collect();
+        let interval = match self.verdict {
+            Verdict::Tie { interval: (low, high), .. } => {
+                let shown = |value: f64| unit::pair(value, value, &self.unit, 2, false).0;
+                Some(format!("95 % interval {} to {}", shown(low), shown(high)))
+            }
+            _ => None,
+        };
+        let all: Vec<String> = machine.into_iter().chain(interval).chain(words.cloned()).collect();
         (!all.is_empty()).then(|| all.join("; "))
     }
 
-    /// `holds`, `falls short` or `not measured`.
+    /// `holds`, `tie`, `falls short` or `not measured`.
     pub fn word(&self) -> &'static str {
         match self.verdict {
             Verdict::Holds { .. } => "holds",
+            Verdict::Tie { .. } => "tie",
             Verdict::FallsShort { .. } => "falls short",
             Verdict::NotMeasured { .. } => "not measured",
         }
@@ -151,7 +191,7 @@ impl CheckedClaim {
         let exact = op == Op::Equal;
         match self.verdict {
             Verdict::NotMeasured { .. } => (None, unit::pair(limit, limit, &self.unit, stated, exact).1),
-            Verdict::Holds { value } | Verdict::FallsShort { value } => {
+            Verdict::Holds { value } | Verdict::Tie { value, .. } | Verdict::FallsShort { value } => {
                 let mut shown = unit::pair(value, limit, &self.unit, stated, exact);
                 for decimals in stated + 1..=9 {
                     if op.holds(value, limit) || shown.0 != shown.1 {

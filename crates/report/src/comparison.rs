@@ -1,11 +1,12 @@
 //! Ratios of this project's figures to a peer's, round by round.
 //!
 //! A machine's speed drifts. Two programs that alternate drift together, so each ratio is computed within one round, and
-//! the figure is the median of the rounds' ratios, with their spread.
+//! the figure is the median of the rounds' ratios, with their spread and, from six rounds on, the 95 % interval of the median.
 
 use crate::measurements::{IMPLEMENTATION_KEY, ROUND_KEY, distinct, newest};
 use crate::record::{Case, Metric, Record};
 use crate::spec::{Comparison, Ratio};
+use crate::statistics;
 
 /// Returns the ratios that `comparison` asks for, one record per group of cases and ratio.
 ///
@@ -65,7 +66,8 @@ fn ratios_of(ratio: &Ratio, records: &[Record]) -> Vec<Record> {
             Metric::not_measured(&ratio.name, "ratio", &why.unwrap_or("no record".into()))
         } else {
             let note = notes.into_iter().flatten().reduce(|first, second| format!("{first}; {second}"));
-            Metric { note, ..Metric::of_samples(&ratio.name, "ratio", &values) }
+            let interval = statistics::median_interval(&values);
+            Metric { note, interval, ..Metric::of_samples(&ratio.name, "ratio", &values) }
         };
         let last = mine.iter().max_by_key(|r| r.environment.unix_time).expect("a group has a record of ours");
         results.push(Record { case, metric, ..(**last).clone() });
@@ -85,11 +87,13 @@ fn against(mine: &[&&Record], peers: &[&&Record]) -> Option<String> {
     let versions = |records: &[&&Record]| {
         distinct(records.iter().filter_map(|record| record.environment.torch.clone())).join(", ")
     };
+    let packages = distinct(peers.iter().flat_map(|record| &record.environment.packages));
+    let packages: String = packages.iter().map(|(name, version)| format!(", {name} {version}")).collect();
     let (ours, theirs) = (versions(mine), versions(peers));
     match (theirs.is_empty(), ours.is_empty() || ours == theirs) {
         (true, _) => None,
-        (false, true) => Some(format!("against PyTorch {theirs}")),
-        (false, false) => Some(format!("against PyTorch {theirs}; ours links libtorch {ours}")),
+        (false, true) => Some(format!("against PyTorch {theirs}{packages}")),
+        (false, false) => Some(format!("against PyTorch {theirs}{packages}; ours links libtorch {ours}")),
     }
 }
 

@@ -1,9 +1,13 @@
 //! The machine and revision of a measurement.
 
+use std::collections::BTreeMap;
 use std::process::Command;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde::{Deserialize, Serialize};
+
+/// The variable in which a parent process says what runs on other cores meanwhile.
+pub const BESIDE_VARIABLE: &str = "FRUGAL_BESIDE";
 
 /// The machine, revision and time of a measurement.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -19,6 +23,12 @@ pub struct Environment {
     /// Version of libtorch, or `None` where none is linked.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub torch: Option<String>,
+    /// Versions of the packages that a peer used besides torch, by name.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub packages: BTreeMap<String, String>,
+    /// What ran on other cores meanwhile; `None` where the machine was left alone.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub beside: Option<String>,
     /// Implementations that CPU computations used, such as `avx512, bf16 in fp32, fp16 in fp32`; `None` if there is no choice.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub implementations: Option<String>,
@@ -48,6 +58,8 @@ impl Environment {
                 .and_then(|value| value.trim_end_matches("kB").trim().parse::<u64>().ok())
                 .map_or(0, |kib| kib * 1024),
             torch: torch.map(str::to_owned),
+            packages: BTreeMap::new(),
+            beside: std::env::var(BESIDE_VARIABLE).ok().filter(|text| !text.is_empty()),
             implementations: None,
             scale: None,
             revision,

@@ -74,6 +74,7 @@ pub mod spec;
 pub mod statistics;
 pub mod table;
 pub mod tidy_csv;
+pub mod turns;
 pub mod unit;
 
 pub use claim::{CheckedClaim, Verdict};

@@ -1,5 +1,6 @@
 //! A measurement, and its file: JSON lines, one [`Record`] a line.
 
+use std::borrow::Cow;
 use std::fs::{File, OpenOptions};
 use std::io::{BufRead, BufReader, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
@@ -56,6 +57,9 @@ pub struct Metric {
     /// Half of the interquartile range of the samples, in `unit`.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub spread: Option<f64>,
+    /// The 95 % interval of the median, in `unit`; `None` where it is not known.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub interval: Option<(f64, f64)>,
     /// Number of samples behind `value`; 1 for a computed figure.
     pub n: usize,
     /// Why there is no value, or a remark on it.
@@ -66,7 +70,15 @@ pub struct Metric {
 impl Metric {
     /// Returns a computed or counted figure, without spread.
     pub fn exact(name: &str, unit: &str, value: f64) -> Self {
-        Self { name: name.into(), unit: unit.into(), value: Some(value), spread: None, n: 1, note: None }
+        Self {
+            name: name.into(),
+            unit: unit.into(),
+            value: Some(value),
+            spread: None,
+            interval: None,
+            n: 1,
+            note: None,
+        }
     }
 
     /// Returns the median of `samples` with half of their interquartile range. No samples: "not measured".
@@ -77,6 +89,7 @@ impl Metric {
             unit: unit.into(),
             value: summary.map(|s| s.median),
             spread: summary.map(|s| s.spread),
+            interval: None,
             n: samples.len(),
             note: None,
         }
@@ -84,7 +97,15 @@ impl Metric {
 
     /// Returns a figure that could not be measured; `why` is shown in its place.
     pub fn not_measured(name: &str, unit: &str, why: &str) -> Self {
-        Self { name: name.into(), unit: unit.into(), value: None, spread: None, n: 0, note: Some(why.into()) }
+        Self {
+            name: name.into(),
+            unit: unit.into(),
+            value: None,
+            spread: None,
+            interval: None,
+            n: 0,
+            note: Some(why.into()),
+        }
     }
 }
 
@@ -201,20 +222,65 @@ fn ends_torn(path: &Path) -> bool {
     last().is_some_and(|byte| byte != b'\n')
 }
 
-/// Reads every record of a file; empty lines are passed over.
+/// A line of a records file. Without an environment it has that of the line before, since most of a run's lines have the same.
+#[derive(Serialize, Deserialize)]
+struct Line<'a> {
+    experiment: Cow<'a, str>,
+    case: Cow<'a, Case>,
+    metric: Cow<'a, Metric>,
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    environment: Option<Cow<'a, Environment>>,
+}
+
+/// Returns the lines of a file of these records, in which an environment is written where it changes.
+///
+/// ```
+/// use report::{Case, Environment, Metric, Record, record};
+///
+/// let record = |value: f64| Record {
+///     experiment: "copy".into(),
+///     case: Case::new(),
+///     metric: Metric::exact("seconds", "s", value),
+///     environment: Environment { unix_time: 1, ..Environment::detect("cpu", None) },
+/// };
+/// let lines = record::lines(&[record(1.0), record(2.0)]);
+/// assert_eq!(lines.matches("unix_time").count(), 1);
+/// ```
+pub fn lines(records: &[Record]) -> String {
+    let mut last = None;
+    let line = |record: &Record| {
+        let environment = &record.environment;
+        let same = last.replace(environment.clone()).as_ref() == Some(environment);
+        let line = Line {
+            experiment: Cow::Borrowed(&record.experiment),
+            case: Cow::Borrowed(&record.case),
+            metric: Cow::Borrowed(&record.metric),
+            environment: (!same).then_some(Cow::Borrowed(environment)),
+        };
+        serde_json::to_string(&line).expect("a record has only string keys and finite numbers") + "\n"
+    };
+    records.iter().map(line).collect()
+}
+
+/// Reads every record of a file; empty lines are passed over, and a line without an environment has that of the line before.
 pub fn read_records(path: &Path) -> Result<Vec<Record>, RecordsError> {
     let file = File::open(path).map_err(|cause| RecordsError::Open { path: path.into(), cause })?;
-    let mut records = Vec::new();
+    let mut records: Vec<Record> = Vec::new();
     for (index, line) in BufReader::new(file).lines().enumerate() {
         let line = line.map_err(|cause| RecordsError::Io { path: path.into(), cause })?;
         if line.trim().is_empty() {
             continue;
         }
-        records.push(serde_json::from_str(&line).map_err(|cause| RecordsError::Parse {
-            path: path.into(),
-            line: index + 1,
-            cause,
-        })?);
+        let wrong = |cause| RecordsError::Parse { path: path.into(), line: index + 1, cause };
+        let Line { experiment, case, metric, environment } = serde_json::from_str(&line).map_err(wrong)?;
+        let before = records.last().map(|record| Cow::Owned(record.environment.clone()));
+        let missing = || wrong(serde::de::Error::missing_field("environment"));
+        records.push(Record {
+            experiment: experiment.into_owned(),
+            case: case.into_owned(),
+            metric: metric.into_owned(),
+            environment: environment.or(before).ok_or_else(missing)?.into_owned(),
+        });
     }
     Ok(records)
 }

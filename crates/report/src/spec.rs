@@ -39,6 +39,7 @@ mod view;
 use serde::Deserialize;
 
 use crate::cli::Scale;
+use crate::environment::Environment;
 use crate::filter::Filter;
 pub use load::{FOLDER, SpecError};
 pub use part::{Answer, Headline, Opening, Part, Row};
@@ -168,6 +169,9 @@ pub struct Claim {
     /// Which cases; all if missing. The worst of them decides.
     #[serde(default)]
     pub case: Filter,
+    /// The kind of device whose records decide; any if missing.
+    #[serde(default)]
+    pub device: Option<DeviceKind>,
     /// On which side of the limit the value must be.
     pub op: Op,
     /// The limit, in the metric's unit.
@@ -178,6 +182,23 @@ pub struct Claim {
     pub unit: String,
     /// The command that measures it.
     pub run: String,
+}
+
+/// A kind of device. Records of two GPUs are never judged together, whatever their kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DeviceKind {
+    /// The processor.
+    Cpu,
+    /// A GPU.
+    Gpu,
+}
+
+impl DeviceKind {
+    /// Returns whether a measurement was made on such a device.
+    pub fn is_of(self, environment: &Environment) -> bool {
+        (environment.device == "cpu") == (self == Self::Cpu)
+    }
 }
 
 /// How a claim's value relates to its limit.
@@ -250,12 +271,30 @@ pub struct Comparison {
     /// Whether the peer runs our program, on files that it has written, and records both.
     #[serde(default)]
     pub peer_runs_ours: bool,
+    /// Python modules that the peer imports besides torch.
+    #[serde(default)]
+    pub peer_modules: Vec<String>,
     /// Which PyTorch the peer runs on.
     #[serde(default)]
     pub peer_torch: PeerTorch,
+    /// Whether each side is one process that measures a round whenever it is its turn, instead of a process for each round.
+    #[serde(default)]
+    pub in_turns: bool,
+    /// The dtypes that both sides measure, one after the other; empty where the arguments say it.
+    #[serde(default)]
+    pub dtypes: Vec<String>,
     /// Number of rounds; both run once in each.
     #[serde(deserialize_with = "view::at_least_one")]
     pub rounds: u32,
+    /// Number of rounds from which on a run that was ended counts; all if missing.
+    #[serde(default)]
+    pub needed_rounds: Option<u32>,
+    /// What differs on a GPU.
+    #[serde(default)]
+    pub gpu: Sizes,
+    /// What differs where it is only to be shown that both sides run.
+    #[serde(default)]
+    pub smoke: Sizes,
     /// The ratios that are computed of each round.
     #[serde(default, rename = "ratio")]
     pub ratios: Vec<Ratio>,
@@ -268,6 +307,44 @@ pub struct Comparison {
     /// Findings, in the order of the page.
     #[serde(default, rename = "finding")]
     pub findings: Vec<Finding>,
+}
+
+/// What a comparison takes in place of its own, each where it is given.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct Sizes {
+    /// Arguments of our program.
+    pub args: Option<Vec<String>>,
+    /// Arguments of the peer.
+    pub peer_args: Option<Vec<String>>,
+    /// The dtypes.
+    pub dtypes: Option<Vec<String>>,
+    /// Whether the sides take turns.
+    pub in_turns: Option<bool>,
+    /// Number of rounds.
+    pub rounds: Option<u32>,
+    /// Number of rounds from which on a run that was ended counts.
+    pub needed_rounds: Option<u32>,
+}
+
+impl Comparison {
+    /// Returns this comparison with `sizes` in place of its own.
+    #[must_use]
+    pub fn with(mut self, sizes: &Sizes) -> Self {
+        let Sizes { args, peer_args, dtypes, in_turns, rounds, needed_rounds } = sizes.clone();
+        self.args = args.unwrap_or(self.args);
+        self.peer_args = peer_args.unwrap_or(self.peer_args);
+        self.dtypes = dtypes.unwrap_or(self.dtypes);
+        self.in_turns = in_turns.unwrap_or(self.in_turns);
+        self.rounds = rounds.unwrap_or(self.rounds).max(1);
+        self.needed_rounds = needed_rounds.or(self.needed_rounds);
+        self
+    }
+
+    /// Returns the number of rounds from which on a run that was ended counts.
+    pub fn needed_rounds(&self) -> u32 {
+        self.needed_rounds.map_or(self.rounds, |needed| needed.min(self.rounds))
+    }
 }
 
 /// Which PyTorch a peer runs on.

@@ -20,6 +20,25 @@ pub fn summarize(samples: &[f64]) -> Option<Summary> {
     Some(Summary { median: quantile(&sorted, 0.5), spread })
 }
 
+/// The interval that contains the median of the population with a probability of at least 95 %, from order statistics, whatever the
+/// distribution: between the k-th smallest and the k-th largest of n samples the probability is 1 − 2·P(B(n, ½) < k), and k is the
+/// largest that reaches 95 %. `None` below six samples, which never reach it.
+pub fn median_interval(samples: &[f64]) -> Option<(f64, f64)> {
+    let n = samples.len();
+    // The probability that fewer than `k` of `n` samples lie below the median.
+    let mut below = 0.0;
+    let mut term = 0.5f64.powi(i32::try_from(n).ok()?);
+    let mut k = 0;
+    while k < n && 1.0 - 2.0 * (below + term) >= 0.95 {
+        below += term;
+        term *= (n - k) as f64 / (k + 1) as f64;
+        k += 1;
+    }
+    let mut sorted = samples.to_vec();
+    sorted.sort_by(f64::total_cmp);
+    (k > 0).then(|| (sorted[k - 1], sorted[n - k]))
+}
+
 /// The quantile `q` in `0.0..=1.0` of sorted samples, linear between neighbours.
 fn quantile(sorted: &[f64], q: f64) -> f64 {
     let position = q * (sorted.len() - 1) as f64;
@@ -36,5 +55,17 @@ mod tests {
         assert_eq!(summarize(&[]), None);
         assert_eq!(summarize(&[3.0]), Some(Summary { median: 3.0, spread: 0.0 }));
         assert_eq!(summarize(&[4.0, 1.0, 3.0, 2.0, 5.0]), Some(Summary { median: 3.0, spread: 1.0 }));
+    }
+
+    #[test]
+    fn the_interval_of_the_median_has_the_tabulated_ranks() {
+        // The ranks of the 95 % interval in tables of the sign test.
+        for (n, rank) in [(6, 1), (8, 1), (9, 2), (10, 2), (12, 3), (15, 4), (20, 6), (25, 8)] {
+            let samples: Vec<f64> = (1..=n).rev().map(f64::from).collect();
+            assert_eq!(median_interval(&samples), Some((f64::from(rank), f64::from(n + 1 - rank))), "{n}");
+        }
+        for n in 0..6 {
+            assert_eq!(median_interval(&vec![1.0; n]), None, "{n}");
+        }
     }
 }

@@ -28,6 +28,7 @@ fn card(headline: &Headline) -> String {
     let (value, limit) = claim.figures();
     let (kind, note) = match &claim.verdict {
         Verdict::Holds { .. } => ("good", None),
+        Verdict::Tie { .. } => ("open", None),
         Verdict::FallsShort { .. } => ("bad", None),
         Verdict::NotMeasured { why } => ("open", Some(why)),
     };
@@ -58,7 +59,9 @@ fn card(headline: &Headline) -> String {
 /// Ours, the baseline, and a line at the limit, over one scale.
 fn bars(headline: &Headline) -> String {
     let limit = headline.claim.claim.limit;
-    let (Verdict::Holds { value } | Verdict::FallsShort { value }) = headline.claim.verdict else {
+    let (Verdict::Holds { value } | Verdict::Tie { value, .. } | Verdict::FallsShort { value }) =
+        headline.claim.verdict
+    else {
         return String::new();
     };
     let base = headline.baseline.as_ref().map(|name| (name.as_str(), 1.0));
@@ -154,8 +157,9 @@ fn claims(checked: &[CheckedClaim]) -> String {
         }
     };
     format!(
-        "<div class=\"claims-of\" id=\"claims\">\n{}{}{}</div>\n",
+        "<div class=\"claims-of\" id=\"claims\">\n{}{}{}{}</div>\n",
         group("falls short", "fall short", " open"),
+        group("tie", "are a tie", " open"),
         group("not measured", "are not measured", ""),
         group("holds", "hold", ""),
     )
@@ -167,6 +171,7 @@ fn claim_table(checked: &[&CheckedClaim]) -> String {
         let (value, limit) = one.figures();
         let kind = match &one.verdict {
             Verdict::Holds { .. } => "good",
+            Verdict::Tie { .. } => "open",
             Verdict::FallsShort { .. } => "bad",
             Verdict::NotMeasured { .. } => "open",
         };

@@ -85,3 +85,60 @@ fn a_claim_shows_the_decimals_that_its_verdict_needs() {
     assert_eq!(one(1.0004), "claim swiglu/time 1.0004 <= 1.0000 falls short");
     assert_eq!(one(f64::NAN), "claim swiglu/time NaN <= 1.00 falls short");
 }
+
+/// Verdict on `time <= 1` of one comparison, with the ratio of each round.
+fn verdict_of_rounds(ratios: &[f64], change: impl Fn(usize, &mut report::Record)) -> String {
+    let mut specs = specs();
+    specs.claims.truncate(1);
+    let sides = |(round, ratio): (usize, &f64)| {
+        [("frugal", *ratio), ("pytorch", 1.0)].map(|(side, seconds)| {
+            let case = Case::new().with("impl", side).with("batch", 1).with("round", round as u64);
+            let mut one = record("swiglu-time", case, Metric::exact("step_seconds", "s", seconds));
+            change(round, &mut one);
+            one
+        })
+    };
+    let records: Vec<_> = ratios.iter().enumerate().flat_map(sides).collect();
+    claim::check(&specs, &records, &[])[0].to_string().replace("claim swiglu/time ", "")
+}
+
+#[test]
+fn a_limit_within_the_interval_of_the_rounds_is_a_tie() {
+    let verdict = |ratios: &[f64]| verdict_of_rounds(ratios, |_, _| {});
+    let ten = |shift: f64| (0..10).map(|i| 0.951 + 0.01 * f64::from(i) + shift).collect::<Vec<f64>>();
+    let against = "against PyTorch 2.11.0)";
+    assert_eq!(verdict(&ten(0.0)), format!("1.00 <= 1.00 tie (95 % interval 0.96 to 1.03; {against}"));
+    assert_eq!(verdict(&ten(0.1)), format!("1.10 <= 1.00 falls short ({against}"));
+    assert_eq!(verdict(&ten(-0.1)), format!("0.90 <= 1.00 holds ({against}"));
+    // Five rounds never give an interval, so the median decides.
+    assert_eq!(verdict(&[0.9, 0.95, 1.01, 1.1, 1.2]), format!("1.01 <= 1.00 falls short ({against}"));
+}
+
+#[test]
+fn records_of_two_gpus_are_not_judged_together() {
+    let gpu = |name: fn(usize) -> &'static str| {
+        move |round: usize, record: &mut report::Record| record.environment.device = name(round).into()
+    };
+    assert!(verdict_of_rounds(&[0.5, 0.5], gpu(|_| "NVIDIA H100")).starts_with("0.50 <= 1.00 holds"));
+    assert_eq!(
+        verdict_of_rounds(&[0.5, 0.5], gpu(|round| ["NVIDIA H100", "NVIDIA H200"][round])),
+        "not measured (the records are of NVIDIA H100 and NVIDIA H200)"
+    );
+}
+
+#[test]
+fn a_claim_of_a_gpu_is_not_judged_on_a_processor() {
+    let mut specs = specs();
+    specs.claims.truncate(1);
+    specs.claims[0].device = Some(spec::DeviceKind::Gpu);
+    assert_eq!(
+        claim::check(&specs, &rounds(), &[])[0].to_string(),
+        "claim swiglu/time not measured (no record of a GPU)"
+    );
+    let on_gpu = |mut record: report::Record| {
+        record.environment.device = "NVIDIA H200".into();
+        record
+    };
+    let records: Vec<_> = rounds().into_iter().map(on_gpu).collect();
+    assert!(claim::check(&specs, &records, &[])[0].is_measured());
+}

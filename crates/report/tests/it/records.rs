@@ -2,7 +2,7 @@
 
 use std::path::Path;
 
-use crate::fixed_records::{record, swiglu};
+use crate::fixed_records::{record, rounds, swiglu};
 use expect_test::expect;
 use report::{Case, Metric, Record, RecordWriter, read_records};
 use serde_json::json;
@@ -87,4 +87,21 @@ fn cases_match_by_value() {
         let filter = Case(filter.as_object().unwrap().clone());
         assert_eq!(case.matches(&filter), expected, "{filter:?}");
     }
+}
+
+#[test]
+fn an_environment_that_is_left_out_is_that_of_the_line_before() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("records.jsonl");
+    let mut records = [swiglu(), rounds()].concat();
+    let later = records.len() / 2;
+    records[later..].iter_mut().for_each(|record| record.environment.unix_time += 1);
+    let lines = report::record::lines(&records);
+    assert_eq!(lines.matches("\"environment\"").count(), 2, "{lines}");
+    std::fs::write(&path, &lines).unwrap();
+    assert_eq!(read_records(&path).unwrap(), records);
+    // The first line has none before it.
+    std::fs::write(&path, lines.lines().nth(1).unwrap()).unwrap();
+    let error = read_records(&path).unwrap_err().to_string();
+    assert!(error.contains(":1: not a record: missing field `environment`"), "{error}");
 }

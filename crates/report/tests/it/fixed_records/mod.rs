@@ -13,6 +13,8 @@ pub(crate) fn environment() -> Environment {
         threads: 2,
         memory_bytes: 8 << 30,
         torch: Some("2.11.0".into()),
+        packages: std::collections::BTreeMap::new(),
+        beside: None,
         implementations: None,
         scale: None,
         revision: "abc1234".into(),
