@@ -3,6 +3,8 @@
 import torch
 import transformers
 
+from records import DTYPES
+
 SHAPES = {
     "qwen2.5-0.5b": dict(
         vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
@@ -14,7 +16,6 @@ SHAPES = {
     ),
 }
 NAMES = {"qwen2.5-0.5b": "Qwen2.5-0.5B", "tiny": "tiny"}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def qwen2(shape, dtype, device):

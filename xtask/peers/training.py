@@ -2,12 +2,12 @@
 
 The step is that of `training bench`: embedding, sinusoidal positions, a projection, one post-norm decoder layer whose memory
 is its own input (causal in both attentions), the output projection, cross-entropy over what has a label, backward, fused
-Adam, gradients dropped. Each level runs in turn: eager, and with forward, loss and backward compiled by torch.compile (the optimizer
-is one fused kernel in both). Writes one JSON record per figure; compilation is measured apart.
+Adam, gradients dropped. Each level runs in turn: eager, and with forward, loss and backward compiled by torch.compile
+(`torch.compile`), and with CUDA graphs besides (`reduce-overhead`); the optimizer is one fused kernel in all. In bf16 weights and
+moments are bf16. Writes one JSON record per figure; compilation is measured apart.
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -16,9 +16,11 @@ import time
 import torch
 import torch.nn.functional as F
 
-from records import environment, metric, peak_of, synchronize
+from records import DTYPES, Records, Turns, busy_of, environment, metric, peak_of, synchronize
 
 IGNORED = -100
+COMPILED = {"torch.compile": "default", "reduce-overhead": "reduce-overhead"}
+WARM_UP = 3
 
 
 class Gpt2Like(torch.nn.Module):
@@ -60,85 +62,118 @@ def batch(generator, rows, length, vocabulary, device):
 
 def losses(model, tokens, labels):
     logits = model(tokens)
-    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+    # A sum over 4096 exponentials is fp32, as autocast would have it.
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED)
 
 
-def step(loss_of, model, optimizer, tokens, labels):
-    loss = loss_of(model, tokens, labels)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return loss
+class Prepared:
+    """A level's model and optimizer, after its first steps."""
 
-
-def measure(level, args, device):
-    """The figures of one level."""
-    torch.manual_seed(args.seed)
-    generator = torch.Generator().manual_seed(args.seed)
-    model = Gpt2Like(args.vocabulary, args.width, args.heads, args.length).to(device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, fused=True)
-    torch.compiler.reset()
-    loss_of = losses if level == "eager" else torch.compile(losses, dynamic=False)
-    draw = lambda: batch(generator, args.rows, args.length, args.vocabulary, device)
-    start = time.perf_counter()
-    step(loss_of, model, optimizer, *draw())
-    synchronize(device)
-    first = time.perf_counter() - start
-    for _ in range(2):
-        step(loss_of, model, optimizer, *draw())
-    synchronize(device)
-    times = []
-    for index in range(args.steps):
-        print(f"@progress {index} {args.steps} GPT-2-like, a training step, {level}", file=sys.stderr, flush=True)
-        tokens, labels = draw()
+    def __init__(self, level, dtype, args, device):
+        torch.manual_seed(args.seed)
+        self.level, self.args, self.device = level, args, device
+        self.generator = torch.Generator().manual_seed(args.seed)
+        self.model = Gpt2Like(args.vocabulary, args.width, args.heads, args.length).to(device, DTYPES[dtype])
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-4, fused=True)
+        self.loss_of = losses
+        if level in COMPILED:
+            self.loss_of = torch.compile(losses, dynamic=False, mode=COMPILED[level])
         start = time.perf_counter()
-        # The loss is read, as ours is.
-        step(loss_of, model, optimizer, tokens, labels).item()
+        self.step(*self.draw())
         synchronize(device)
-        times.append(time.perf_counter() - start)
-    parameters = sum(p.numel() for p in model.parameters())
-    # Weights and both moments are there before the step that is measured.
-    held = 3 * sum(p.numel() * p.element_size() for p in model.parameters())
-    drawn = draw()
-    peak = held + peak_of(lambda: step(loss_of, model, optimizer, *drawn), device)
-    places = args.rows * args.length
-    figures = [
-        metric("step_seconds", "s", times),
-        metric("positions_per_second", "tokens/s", [places / seconds for seconds in times]),
-        {"name": "peak_bytes", "unit": "B", "value": peak, "n": 1},
-        {"name": "parameters", "unit": "count", "value": parameters, "n": 1},
-    ]
-    if level != "eager":
-        compiling = max(first - statistics.median(times), 0.0)
-        figures.append({"name": "compile_seconds", "unit": "s", "value": compiling, "n": 1})
-    return figures
+        self.first = time.perf_counter() - start
+        for _ in range(WARM_UP):
+            self.step(*self.draw())
+        synchronize(device)
+
+    def draw(self):
+        args = self.args
+        return batch(self.generator, args.rows, args.length, args.vocabulary, self.device)
+
+    def step(self, tokens, labels):
+        # Results of the last replay may be overwritten.
+        torch.compiler.cudagraph_mark_step_begin()
+        loss = self.loss_of(self.model, tokens, labels)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def measure(self):
+        """Figures of one round."""
+        times = []
+        for _ in range(self.args.steps):
+            drawn = self.draw()
+            synchronize(self.device)
+            start = time.perf_counter()
+            # The loss is read, as ours is.
+            self.step(*drawn).item()
+            synchronize(self.device)
+            times.append(time.perf_counter() - start)
+        # Weights and both moments are there before the step that is measured.
+        held = 3 * sum(p.numel() * p.element_size() for p in self.model.parameters())
+        drawn = self.draw()
+        peak = held + peak_of(lambda: self.step(*drawn), self.device)
+        places = self.args.rows * self.args.length
+        return times, [
+            metric("step_seconds", "s", times),
+            metric("positions_per_second", "tokens/s", [places / seconds for seconds in times]),
+            metric("peak_bytes", "B", [peak]),
+        ]
+
+    def once(self, times):
+        """Figures that are measured once."""
+        parameters = sum(p.numel() for p in self.model.parameters())
+        drawn = self.draw()
+        figures = [metric("parameters", "count", [parameters]), busy_of(lambda: self.step(*drawn), self.device)]
+        if self.level in COMPILED:
+            compiling = max(self.first - statistics.median(times), 0.0)
+            figures.append(metric("compile_seconds", "s", [compiling]))
+        return figures
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--length", type=int, default=256)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--dtype", default="fp32", help=f"one or more of {', '.join(DTYPES)}")
+    parser.add_argument("--steps", type=int, default=10, help="steps of a round")
+    parser.add_argument("--levels", default="eager,torch.compile", help=f"one or more of eager, {', '.join(COMPILED)}")
+    parser.add_argument("--compile-only", action="store_true", help="fill the compiler's caches and measure nothing")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--records", required=True)
     args = parser.parse_args()
 
     device = torch.device(args.device)
-    case = {"rows": args.rows, "length": args.length, "width": args.width, "vocabulary": args.vocabulary}
-    where = environment(device)
-    for level in ("eager", "torch.compile"):
-        figures = measure(level, args, device)
-        with open(args.records, "a") as records:
-            for figure in figures:
-                record = {
-                    "experiment": "training-vs-pytorch", "case": case | {"level": level}, "metric": figure,
-                    "environment": where,
-                }
-                records.write(json.dumps(record) + "\n")
+    levels, dtypes = args.levels.split(","), args.dtype.split(",")
+    records = Records(args.records, "training-vs-pytorch", environment(device))
+    turns = Turns(len(dtypes))
+    for dtype in dtypes:
+        case = {
+            "rows": args.rows, "length": args.length, "width": args.width, "vocabulary": args.vocabulary, "dtype": dtype,
+        }
+        torch.compiler.reset()
+        # In turns all levels are prepared first; else one after the other.
+        for group in [levels] if turns.count else [[level] for level in levels]:
+            ready = []
+            for level in group:
+                what = f"{dtype}, {level}"
+                print(f"@progress {turns.done} {turns.total} GPT-2-like, a training step, {what}", file=sys.stderr, flush=True)
+                ready.append(Prepared(level, dtype, args, device))
+            if args.compile_only:
+                continue
+            for turn in turns.rounds():
+                for prepared in ready:
+                    here = case | {"level": prepared.level}
+                    times, figures = prepared.measure()
+                    records.put(here, figures, turn)
+                    if turns.is_last(turn):
+                        records.put(here, prepared.once(times))
+            del ready
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 //! `cargo xtask compare`: runs our programs and their PyTorch peers alternately on this machine.
 
 mod peers;
+mod turns;
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -13,16 +14,18 @@ use report::progress::Step;
 use report::spec::Comparison;
 use report::{Case, Record, RunOutcome, RunState, Specs};
 
+use crate::cargo::Optimization;
 use crate::device::Device;
 use crate::display::{Display, Running, duration};
 use crate::interrupt::Interrupt;
-use crate::pages::Folder;
+use crate::pages::{Folder, Rounds};
 use crate::programs::{Programs, packages};
 use crate::run_all::show_failure;
 use crate::runner::{self, Ending};
 use crate::select::select;
 use crate::stamp::{Setting, Stamp};
 use crate::workspace::Workspace;
+pub(crate) use peers::NO_MODULE;
 use peers::Pythons;
 
 /// The comparisons to run, and their libtorch.
@@ -34,13 +37,22 @@ pub(crate) struct Args {
     /// Device: cpu, cuda or cuda:N
     #[arg(long, default_value_t)]
     device: Device,
+    /// Dtypes that both sides measure, of a comparison that has several [default: bf16,fp32 on a GPU, else fp32]
+    #[arg(long, value_name = "DTYPES", value_delimiter = ',')]
+    dtype: Vec<String>,
+    /// Take the smallest sizes and a fast build, which shows that both sides run and measures nothing
+    #[arg(long)]
+    smoke: bool,
+    /// Only compile what the peers compile, into the caches that `TORCHINDUCTOR_CACHE_DIR` and `TRITON_CACHE_DIR` name
+    #[arg(long)]
+    compile_only: bool,
     /// Use this Python, with the newest or the linked torch, instead of private environments
     #[arg(long, value_name = "PATH")]
     python: Option<PathBuf>,
     /// Random seed
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
-    /// Write the report to DIR instead of reports/
+    /// Write the report to DIR instead of reports/, or target/smoke-report/ with --smoke
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 }
@@ -49,11 +61,18 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     args.device.check()?;
     let specs = Specs::load(&workspace.root)?;
     let chosen = select("comparison", &specs.comparisons, |c| c.name.as_str(), &args.only)?;
-    let folder = Folder::new(workspace, args.out.as_deref())?;
+    let chosen: Vec<Comparison> =
+        chosen.into_iter().map(|comparison| sized(comparison, args)).collect::<Result<_>>()?;
+    let smoke = args.smoke.then(|| workspace.smoke_reports());
+    let folder = Folder::new(workspace, args.out.as_deref().or(smoke.as_deref()))?;
     folder.create()?;
     let pythons = Pythons::ready(workspace, args.python.as_deref(), &chosen)?;
-    let programs =
-        Programs::prepare_release(workspace, &packages(chosen.iter().map(|c| &*c.package)), args.device)?;
+    if args.compile_only {
+        return compile(workspace, args, &pythons, &chosen, &folder);
+    }
+    let optimization = if args.smoke { Optimization::Dev } else { Optimization::Release };
+    let packages = packages(chosen.iter().map(|c| &*c.package));
+    let programs = Programs::prepare(workspace, &packages, args.device, optimization)?;
     let turns = Turns {
         args,
         workspace,
@@ -71,6 +90,72 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
         [] => Ok(()),
         names => bail!("{} of {} comparisons failed: {}", names.len(), chosen.len(), names.join(", ")),
     }
+}
+
+/// The comparison with the sizes and dtypes that the arguments ask for.
+fn sized(comparison: &Comparison, args: &Args) -> Result<Comparison> {
+    let mut sized = comparison.clone();
+    if args.device != Device::Cpu {
+        sized = sized.with(&comparison.gpu);
+    }
+    if args.smoke {
+        sized = sized.with(&comparison.smoke);
+    }
+    if !args.dtype.is_empty() {
+        if comparison.dtypes.is_empty() {
+            bail!("the comparison {} has its dtypes in its cases; leave --dtype out", comparison.name);
+        }
+        sized.dtypes.clone_from(&args.dtype);
+    }
+    Ok(sized)
+}
+
+/// Lets the peers compile what they would compile before they measure.
+fn compile(
+    workspace: &Workspace,
+    args: &Args,
+    pythons: &Pythons,
+    comparisons: &[Comparison],
+    folder: &Folder,
+) -> Result<()> {
+    let interrupt = Interrupt::install()?;
+    for comparison in comparisons {
+        let mut command = peer(workspace, pythons, comparison)?;
+        let unused = folder.run().join(format!("{}.compiled", comparison.name));
+        arguments(&mut command, comparison, args, &unused);
+        command.arg("--compile-only");
+        let log = folder.fresh_log(&format!("{}-compiled", comparison.name))?;
+        let (ending, time) = runner::run(command, &log, &interrupt, |_| {})?;
+        if ending != Ending::Done {
+            bail!("{}: the peer could not be compiled: {ending:?}; see {}", comparison.name, log.display());
+        }
+        eprintln!("{}: the peer is compiled, in {}", comparison.name, duration(time.as_secs_f64()));
+    }
+    Ok(())
+}
+
+/// The command of the peer, without the arguments of a run.
+fn peer(workspace: &Workspace, pythons: &Pythons, comparison: &Comparison) -> Result<Command> {
+    let script = workspace.peers().join(&comparison.peer);
+    if !script.exists() {
+        bail!("the comparison {} names the peer {}, which does not exist", comparison.name, script.display());
+    }
+    let mut command = Command::new(pythons.with(comparison.peer_torch));
+    command.arg(script).args(&comparison.peer_args).current_dir(&workspace.root);
+    command.env("PYTHONDONTWRITEBYTECODE", "1").env("PYTHONUNBUFFERED", "1");
+    Ok(command)
+}
+
+/// Adds the arguments that both sides have.
+fn arguments(command: &mut Command, comparison: &Comparison, args: &Args, records: &Path) {
+    if !comparison.dtypes.is_empty() {
+        command.arg("--dtype").arg(comparison.dtypes.join(","));
+    }
+    command.arg("--device").arg(args.device.to_string());
+    command.arg("--seed").arg(args.seed.to_string());
+    command.arg("--records").arg(records);
+    let threads = threads();
+    command.env("OMP_NUM_THREADS", &threads).env("MKL_NUM_THREADS", &threads);
 }
 
 /// A side of a comparison.
@@ -101,8 +186,9 @@ fn schedule(rounds: u32, peer_alone: bool) -> Vec<(u32, Side)> {
     (0..rounds).flat_map(|round| sides(round).into_iter().map(move |side| (round, side))).collect()
 }
 
-/// Adds the comparison's name, the side and the round to a record, so that programs need not know that they are compared.
-fn attribute(mut record: Record, comparison: &str, side: Side, round: u32) -> Record {
+/// Adds the comparison's name, the side and the round to a record, so that programs need not know that they are compared. A program that
+/// takes turns numbers its rounds itself.
+fn attribute(mut record: Record, comparison: &str, side: Side, round: Option<u32>) -> Record {
     record.experiment = comparison.to_owned();
     // A comparison's arguments give the sizes.
     record.environment.scale = None;
@@ -111,7 +197,10 @@ fn attribute(mut record: Record, comparison: &str, side: Side, round: u32) -> Re
         case = case.with(IMPLEMENTATION_KEY, side.label());
     }
     case.0.extend(std::mem::take(&mut record.case.0));
-    record.case = case.with(ROUND_KEY, round);
+    record.case = match round {
+        Some(round) => case.with(ROUND_KEY, round),
+        None => case,
+    };
     record
 }
 
@@ -125,7 +214,7 @@ struct Turns<'a> {
 }
 
 impl Turns<'_> {
-    fn all(&self, comparisons: &[&Comparison]) -> Result<Vec<String>> {
+    fn all(&self, comparisons: &[Comparison]) -> Result<Vec<String>> {
         let display = Display::new(comparisons.len());
         let mut failed = Vec::new();
         for comparison in comparisons {
@@ -134,7 +223,13 @@ impl Turns<'_> {
             let setting = self.setting();
             let estimate = Stamp::read(&self.folder.run(), name).and_then(|stamp| stamp.estimate(&setting));
             let mut running = display.start(name, estimate);
-            let ending = self.rounds(comparison, &mut running)?;
+            self.folder.forget_rounds(name);
+            self.folder.forget_unfinished(name)?;
+            let ending = if comparison.in_turns && !comparison.peer_runs_ours {
+                self.turns(comparison, &mut running)?
+            } else {
+                self.rounds(comparison, &mut running)?
+            };
             let seconds = start.elapsed().as_secs_f64();
             let (state, usual_seconds) = match ending {
                 Ending::Done => {
@@ -162,12 +257,9 @@ impl Turns<'_> {
     /// Runs all rounds of one comparison into one records file.
     fn rounds(&self, comparison: &Comparison, running: &mut Running<'_>) -> Result<Ending> {
         let name = &comparison.name;
-        self.folder.forget_unfinished(name)?;
-        let records = self.folder.unfinished_records(name);
+        let mut shown = Shown::new(self.folder, comparison)?;
         let log = self.folder.fresh_log(name)?;
-        let turn = self.folder.run().join(format!("{name}.turn.{}.jsonl", std::process::id()));
-        let mut file =
-            std::fs::File::create(&records).with_context(|| format!("cannot write {}", records.display()))?;
+        let turn = self.turn_file(name, "ours");
         let turns = schedule(comparison.rounds, comparison.peer_runs_ours);
         let total = turns.len() as u64;
         for (done, (round, side)) in (0..).zip(turns) {
@@ -189,14 +281,62 @@ impl Turns<'_> {
             if !turn.exists() {
                 return Ok(Ending::Failed(format!("{about}: no record was written")));
             }
-            for record in report::read_records(&turn)? {
-                let record = attribute(record, name, side, round);
-                let line = serde_json::to_string(&record).context("a record is plain data")?;
-                writeln!(file, "{line}").with_context(|| format!("cannot write {}", records.display()))?;
+            shown.add(report::read_records(&turn)?, side, Some(round))?;
+            let last_of_round = (done + 1).is_multiple_of(total / u64::from(comparison.rounds));
+            if last_of_round {
+                shown.publish(u64::from(round) + 1, u64::from(comparison.rounds))?;
             }
         }
         let _ = std::fs::remove_file(&turn);
         Ok(Ending::Done)
+    }
+
+    /// Lets both sides run once and measure alternately, into one records file.
+    fn turns(&self, comparison: &Comparison, running: &mut Running<'_>) -> Result<Ending> {
+        let name = &comparison.name;
+        let mut shown = Shown::new(self.folder, comparison)?;
+        let log = self.folder.fresh_log(name)?;
+        let sides = [(Side::Ours, "ours"), (Side::Peer, "peer")];
+        let files = sides.map(|(_, word)| self.turn_file(name, word));
+        let mut commands = Vec::new();
+        for ((side, _), file) in sides.into_iter().zip(&files) {
+            commands.push((side, self.command(comparison, side, file)?));
+        }
+        let commands = commands.try_into().map_err(|_| anyhow::anyhow!("a comparison has two sides"))?;
+        let mut read = [0, 0];
+        let mut pairs = turns::Pair { done: 0, total: 0 };
+        let ending = turns::play(
+            commands,
+            comparison.rounds,
+            &log,
+            &self.interrupt,
+            |side, step| {
+                let message = format!("{} {}", side.label(), step.message);
+                running.step(&Step { message, ..step });
+            },
+            |pair| {
+                pairs = pair;
+                for (((side, _), file), read) in sides.iter().zip(&files).zip(&mut read) {
+                    let records = if file.exists() { report::read_records(file)? } else { Vec::new() };
+                    let new = records.into_iter().skip(*read).collect::<Vec<_>>();
+                    *read += new.len();
+                    shown.add(new, *side, None)?;
+                }
+                shown.publish(pair.done, pair.total)
+            },
+        )?;
+        for ((_, word), (file, read)) in sides.iter().zip(files.iter().zip(read)) {
+            let _ = std::fs::remove_file(file);
+            if ending == Ending::Done && read == 0 {
+                return Ok(Ending::Failed(format!("{word}: no record was written")));
+            }
+        }
+        Ok(ending)
+    }
+
+    /// The file of the records that one side writes.
+    fn turn_file(&self, name: &str, side: &str) -> PathBuf {
+        self.folder.run().join(format!("{name}.{side}.{}.jsonl", std::process::id()))
     }
 
     fn command(&self, comparison: &Comparison, side: Side, records: &Path) -> Result<Command> {
@@ -207,42 +347,57 @@ impl Turns<'_> {
                 command
             }
             Side::Peer => {
-                let script = self.workspace.peers().join(&comparison.peer);
-                if !script.exists() {
-                    bail!(
-                        "the comparison {} names the peer {}, which does not exist",
-                        comparison.name,
-                        script.display()
-                    );
-                }
-                let mut command = Command::new(self.pythons.with(comparison.peer_torch));
-                command.arg(script).args(&comparison.peer_args);
-                command.env("PYTHONDONTWRITEBYTECODE", "1").env("PYTHONUNBUFFERED", "1");
-                command
-                    .env(crate::revision::VARIABLE, &self.programs.revision)
-                    .current_dir(&self.workspace.root);
+                let mut command = peer(self.workspace, &self.pythons, comparison)?;
+                command.env(crate::revision::VARIABLE, &self.programs.revision);
                 // Some peers run our program on files that they have written.
                 let program = self.programs.command(&comparison.package)?;
                 command.env("FRUGAL_PROGRAM", program.get_program());
                 command
             }
         };
-        command.arg("--device").arg(self.args.device.to_string());
-        command.arg("--seed").arg(self.args.seed.to_string());
-        command.arg("--records").arg(records);
-        let threads = threads();
-        command.env("OMP_NUM_THREADS", &threads).env("MKL_NUM_THREADS", &threads);
+        arguments(&mut command, comparison, self.args, records);
         Ok(command)
     }
 
     fn setting(&self) -> Setting {
         Setting {
-            scale: String::new(),
+            scale: if self.args.smoke { "smoke".into() } else { String::new() },
             device: self.args.device.to_string(),
             seed: self.args.seed,
             revision: self.programs.revision.clone(),
             program: String::new(),
         }
+    }
+}
+
+/// The records of a run, which are shown after each round.
+struct Shown<'a> {
+    folder: &'a Folder,
+    comparison: &'a Comparison,
+    file: std::fs::File,
+    fresh: bool,
+}
+
+impl<'a> Shown<'a> {
+    fn new(folder: &'a Folder, comparison: &'a Comparison) -> Result<Self> {
+        let path = folder.unfinished_records(&comparison.name);
+        let file =
+            std::fs::File::create(&path).with_context(|| format!("cannot write {}", path.display()))?;
+        Ok(Self { folder, comparison, file, fresh: folder.is_fresh(&comparison.name) })
+    }
+
+    fn add(&mut self, records: Vec<Record>, side: Side, round: Option<u32>) -> Result<()> {
+        for record in records {
+            let record = attribute(record, &self.comparison.name, side, round);
+            let line = serde_json::to_string(&record).context("a record is plain data")?;
+            writeln!(self.file, "{line}").context("cannot write the records of a comparison")?;
+        }
+        Ok(())
+    }
+
+    fn publish(&self, done: u64, total: u64) -> Result<()> {
+        let needed = u64::from(self.comparison.needed_rounds());
+        self.folder.publish_rounds(&self.comparison.name, Rounds { done, total, needed, fresh: self.fresh })
     }
 }
 
@@ -274,11 +429,11 @@ mod tests {
             metric: Metric::exact("seconds", "s", 1.0),
             environment: Environment::detect("cpu", None),
         };
-        let ours = attribute(record.clone(), "swiglu-time", Side::Ours, 2);
+        let ours = attribute(record.clone(), "swiglu-time", Side::Ours, Some(2));
         assert_eq!(ours.experiment, "swiglu-time");
         assert_eq!(ours.case, Case::new().with("impl", "frugal").with("batch", 8).with("round", 2));
         let named = Record { case: Case::new().with("batch", 8).with("impl", "checkpoint"), ..record };
-        let peer = attribute(named, "swiglu-time", Side::Peer, 0);
+        let peer = attribute(named, "swiglu-time", Side::Peer, Some(0));
         assert_eq!(peer.case, Case::new().with("batch", 8).with("impl", "checkpoint").with("round", 0));
     }
 }

@@ -1,6 +1,7 @@
 //! `--device`: where the programs compute.
 
 use std::fmt;
+use std::process::Command;
 use std::str::FromStr;
 
 use anyhow::{Result, bail};
@@ -28,10 +29,45 @@ impl Device {
         Ok(())
     }
 
+    /// The name of the report's folder on this device: the GPU's, such as `h200`, so that figures of two GPUs never mix.
+    pub(crate) fn folder_name(self) -> String {
+        let Self::Cuda(index) = self else { return "cpu".into() };
+        let mut entries: Vec<_> = std::fs::read_dir("/proc/driver/nvidia/gpus")
+            .map(|entries| entries.flatten().map(|entry| entry.path().join("information")).collect())
+            .unwrap_or_default();
+        entries.sort();
+        let models: Vec<String> = entries
+            .iter()
+            .filter_map(|path| std::fs::read_to_string(path).ok())
+            .filter_map(|text| {
+                Some(text.lines().find_map(|line| line.strip_prefix("Model:"))?.trim().to_owned())
+            })
+            .collect();
+        let index = index.unwrap_or(0) as usize;
+        let model = models.get(index).or(models.first()).cloned().or_else(|| listed_gpu(index));
+        model.map_or_else(|| "gpu".into(), |model| folder_of(&model))
+    }
+
     /// The libtorch that it needs; the CPU is served by any.
     pub(crate) fn variant(self) -> Option<Variant> {
         (self != Self::Cpu).then_some(Variant::Cuda)
     }
+}
+
+/// The name of a GPU as `nvidia-smi` lists it.
+fn listed_gpu(index: usize) -> Option<String> {
+    let arguments = ["--query-gpu=name", "--format=csv,noheader"];
+    let output = Command::new("nvidia-smi").args(arguments).output().ok()?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    text.lines().nth(index).or(text.lines().next()).map(|line| line.trim().to_owned())
+}
+
+/// A folder's name from the name of a GPU.
+fn folder_of(model: &str) -> String {
+    let lower = model.to_lowercase();
+    let words = lower.split(|char: char| !char.is_ascii_alphanumeric());
+    let words: Vec<&str> = words.filter(|word| !word.is_empty() && *word != "nvidia").collect();
+    if words.is_empty() { "gpu".into() } else { words.join("-") }
 }
 
 impl fmt::Display for Device {
@@ -65,6 +101,15 @@ impl FromStr for Device {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_folder_has_the_name_of_the_gpu() {
+        assert_eq!(folder_of("NVIDIA H200"), "h200");
+        assert_eq!(folder_of("NVIDIA H100 80GB HBM3"), "h100-80gb-hbm3");
+        assert_eq!(folder_of("Tesla T4"), "tesla-t4");
+        assert_eq!(folder_of("NVIDIA"), "gpu");
+        assert_eq!(Device::Cpu.folder_name(), "cpu");
+    }
 
     #[test]
     fn devices_are_written_as_they_are_read() {

@@ -70,7 +70,7 @@ enum Verb {
     Compare(compare::Args),
     /// Check what each CUDA kernel costs, without a GPU
     Kernels(kernels::Args),
-    /// Test and measure everything that matters on a GPU, in at most 9 minutes
+    /// Test and measure on a GPU within the minutes of a plan
     GpuDay(gpu_day::Args),
     /// Pack release binaries for a machine with torch and without Rust
     Bundle(bundle::Args),

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
 use report::{OtherReport, Record, RunOutcome, Specs};
+use serde::{Deserialize, Serialize};
 
 use crate::stamp::{self, Stamp};
 use crate::workspace::Workspace;
@@ -102,8 +103,10 @@ impl Folder {
             let name = path.file_name().unwrap_or_default().to_string_lossy();
             let number = name.strip_prefix(experiment).and_then(|rest| rest.strip_prefix('.'));
             let number = number.and_then(|rest| rest.strip_suffix(".jsonl"));
-            // A comparison has another file for the turn that runs.
-            let number = number.map(|rest| rest.strip_prefix("turn.").unwrap_or(rest));
+            // A comparison has another file for each side.
+            let number = number.map(|rest| {
+                ["ours.", "peer."].iter().find_map(|side| rest.strip_prefix(side)).unwrap_or(rest)
+            });
             if number.is_some_and(|number| number.parse::<u32>().is_ok()) {
                 std::fs::remove_file(&path).with_context(|| format!("cannot remove {}", path.display()))?;
             }
@@ -122,11 +125,56 @@ impl Folder {
         self.publish_again(experiment)
     }
 
+    /// Shows the rounds that a run of this process has so far. Fewer rounds than needed never replace the records of a run before.
+    pub(crate) fn publish_rounds(&self, experiment: &str, rounds: Rounds) -> Result<()> {
+        let shown = self.records().join(format!("{experiment}.jsonl"));
+        let text = serde_json::to_vec(&rounds).context("a count is plain data")?;
+        stamp::replace(&self.rounds_of(experiment), &text)?;
+        if rounds.are_enough() || rounds.fresh {
+            let from = self.unfinished_records(experiment);
+            stamp::replace(&shown, report::record::lines(&report::read_records(&from)?).as_bytes())?;
+        }
+        Ok(())
+    }
+
+    /// Whether `experiment` has no records yet.
+    pub(crate) fn is_fresh(&self, experiment: &str) -> bool {
+        !self.records().join(format!("{experiment}.jsonl")).exists()
+    }
+
+    fn rounds_of(&self, experiment: &str) -> PathBuf {
+        self.run().join(format!("{experiment}.rounds"))
+    }
+
+    /// The rounds that the last run of a comparison came to; `None` if it came to none.
+    pub(crate) fn rounds(&self, experiment: &str) -> Option<Rounds> {
+        serde_json::from_slice(&std::fs::read(self.rounds_of(experiment)).ok()?).ok()
+    }
+
+    /// Forgets how far the last run came.
+    pub(crate) fn forget_rounds(&self, experiment: &str) {
+        // Where there is none, there is nothing to forget.
+        let _ = std::fs::remove_file(self.rounds_of(experiment));
+    }
+
+    /// Shows what a run that was ended had recorded, where nothing is shown yet. Returns the number of records; a last line that was
+    /// torn is left out.
+    pub(crate) fn publish_unfinished(&self, experiment: &str, run: u32) -> Result<usize> {
+        let from = self.run().join(format!("{experiment}.{run}.jsonl"));
+        let text = std::fs::read_to_string(&from).unwrap_or_default();
+        let whole = &text[..text.rfind('\n').map_or(0, |end| end + 1)];
+        let records = whole.lines().count();
+        if records > 0 && self.is_fresh(experiment) {
+            stamp::replace(&self.records().join(format!("{experiment}.jsonl")), whole.as_bytes())?;
+        }
+        Ok(records)
+    }
+
     /// Replaces the records with those of the last complete run.
     pub(crate) fn publish_again(&self, experiment: &str) -> Result<()> {
-        let from = self.finished_records(experiment);
-        let records = std::fs::read(&from).with_context(|| format!("cannot read {}", from.display()))?;
-        stamp::replace(&self.records().join(format!("{experiment}.jsonl")), &records)
+        let records = report::read_records(&self.finished_records(experiment))?;
+        let lines = report::record::lines(&records);
+        stamp::replace(&self.records().join(format!("{experiment}.jsonl")), lines.as_bytes())
     }
 
     /// Every record that is shown.
@@ -161,6 +209,23 @@ impl Folder {
         }
         println!("report: {}", written.page.display());
         Ok(())
+    }
+}
+
+/// How many rounds of a comparison are measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Rounds {
+    pub(crate) done: u64,
+    pub(crate) total: u64,
+    /// From which number on they count.
+    pub(crate) needed: u64,
+    /// Whether there were no records when the run began.
+    pub(crate) fresh: bool,
+}
+
+impl Rounds {
+    pub(crate) fn are_enough(self) -> bool {
+        self.done >= self.needed
     }
 }
 

@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use report::progress::{PROGRESS_VARIABLE, Step};
+use report::turns::Turn;
 
 use crate::interrupt::Interrupt;
 
@@ -24,9 +25,17 @@ pub(crate) enum Ending {
     Interrupted,
 }
 
+/// A line by which a child says how far it is.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Line {
+    Step(Step),
+    /// It waits for its turn.
+    Turn(Turn),
+}
+
 /// Time that a child has to exit by itself after Ctrl-C, which it receives too.
 const GRACE: Duration = Duration::from_secs(2);
-const TICK: Duration = Duration::from_millis(50);
+pub(crate) const TICK: Duration = Duration::from_millis(50);
 
 /// Runs `command` to its end. What it prints is appended to `log`.
 pub(crate) fn run(
@@ -57,7 +66,8 @@ pub(crate) fn run(
     let mut interrupted_at = None;
     let status = loop {
         match received.recv_timeout(TICK) {
-            Ok(step) => on_step(step),
+            Ok(Line::Step(step)) => on_step(step),
+            Ok(Line::Turn(_)) => {}
             Err(RecvTimeoutError::Disconnected) => thread::sleep(TICK),
             Err(RecvTimeoutError::Timeout) => {}
         }
@@ -76,7 +86,11 @@ pub(crate) fn run(
     while !reader.is_finished() && Instant::now() < patience {
         thread::sleep(Duration::from_millis(1));
     }
-    received.try_iter().for_each(on_step);
+    for line in received.try_iter() {
+        if let Line::Step(step) = line {
+            on_step(step);
+        }
+    }
     let ending = if interrupt.wanted() {
         Ending::Interrupted
     } else if status.success() {
@@ -91,12 +105,15 @@ fn finished(child: &mut Child) -> Result<Option<ExitStatus>> {
     child.try_wait().context("cannot wait for a program")
 }
 
-/// Passes steps on and writes every other line to the log, so that the log has the last output of a crash.
-fn read(stderr: ChildStderr, log: &mut File, steps: &mpsc::Sender<Step>) {
+/// Passes steps and turns on and writes every other line to the log, so that the log has the last output of a crash.
+pub(crate) fn read(stderr: ChildStderr, log: &mut File, lines: &mpsc::Sender<Line>) {
     for line in BufReader::new(stderr).split(b'\n') {
         let Ok(line) = line else { return };
-        match std::str::from_utf8(&line).ok().and_then(Step::parse) {
-            Some(step) => drop(steps.send(step)),
+        let text = std::str::from_utf8(&line).ok();
+        let known = text
+            .and_then(|text| Step::parse(text).map(Line::Step).or_else(|| Turn::parse(text).map(Line::Turn)));
+        match known {
+            Some(known) => drop(lines.send(known)),
             None => drop(log.write_all(&[&line[..], b"\n"].concat())),
         }
     }
@@ -111,7 +128,7 @@ pub(crate) fn tail(log: &Path, lines: usize) -> Vec<String> {
 }
 
 /// Describes a failure in a line: the program's own error if it printed one, and how it ended.
-fn why(status: ExitStatus, log: &[String]) -> String {
+pub(crate) fn why(status: ExitStatus, log: &[String]) -> String {
     if let Some(signal) = status.signal() {
         return format!("ended by {}", signal_name(signal));
     }

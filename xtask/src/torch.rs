@@ -68,6 +68,13 @@ impl Torch {
     }
 }
 
+/// `bin/python` of the environment that the link `libtorch` points into: a wheel is in `lib/python3.N/site-packages/torch`.
+pub(crate) fn python_beside(libtorch: &Path) -> Option<PathBuf> {
+    let folder = libtorch.canonicalize().ok()?;
+    let python = folder.ancestors().nth(4)?.join("bin/python");
+    python.is_file().then_some(python)
+}
+
 /// The version without its local part: `2.11.0` of `2.11.0+cu130`.
 pub(crate) fn public_version(version: &str) -> &str {
     version.split('+').next().unwrap_or(version).trim()

@@ -6,6 +6,8 @@
 use std::path::Path;
 
 use report::cli::{CommonArgs, Scale};
+use report::measurements::ROUND_KEY;
+use report::turns::Turns;
 use report::{Case, Metric, Progress, Sink};
 use tch::Device;
 
@@ -60,6 +62,8 @@ impl Driver {
             name: self.experiment.as_deref().unwrap_or(name),
             sink,
             progress: Progress::new(1),
+            turns: Turns::from_environment(1),
+            round: None,
         })
     }
 }
@@ -73,6 +77,9 @@ pub(crate) struct Bench<'a> {
     name: &'a str,
     sink: Sink,
     progress: Progress,
+    turns: Turns,
+    /// The round that is measured, of a case in turns.
+    round: Option<u64>,
 }
 
 impl Bench<'_> {
@@ -131,6 +138,30 @@ impl Bench<'_> {
         Ok(samples)
     }
 
+    /// Begins the turns of so many cases with a program that this one is compared with.
+    pub(crate) fn expect_turns(&mut self, cases: usize) {
+        self.turns = Turns::from_environment(cases as u64);
+    }
+
+    /// Measures the rounds of a prepared case, each when it is this program's turn ([`report::turns`]); what is recorded meanwhile has the
+    /// round's number. Without another program there is one round, without a number.
+    ///
+    /// # Errors
+    /// Errors of `measure`; the end of the process that gives the turns.
+    pub(crate) fn rounds(
+        &mut self,
+        mut measure: impl FnMut(&mut Self) -> anyhow::Result<()>,
+    ) -> anyhow::Result<()> {
+        for round in self.turns.rounds() {
+            self.turns.wait()?;
+            self.round = round;
+            let measured = measure(self);
+            self.round = None;
+            measured?;
+        }
+        Ok(())
+    }
+
     /// Begins the progress of so many steps.
     pub(crate) fn expect(&mut self, steps: usize) {
         self.progress = Progress::new(steps as u64);
@@ -156,7 +187,10 @@ impl Bench<'_> {
     /// # Errors
     /// A file or a standard output that cannot be written.
     pub(crate) fn put(&mut self, case: &Case, metrics: Vec<Metric>) -> anyhow::Result<()> {
-        self.sink.put(self.name, case, metrics)
+        match self.round {
+            Some(round) => self.sink.put(self.name, &case.clone().with(ROUND_KEY, round), metrics),
+            None => self.sink.put(self.name, case, metrics),
+        }
     }
 
     /// Records figures, each with its case.

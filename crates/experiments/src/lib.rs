@@ -18,6 +18,7 @@ mod dtype;
 mod environment;
 pub mod fused_ce;
 mod gguf;
+mod gpu_busy;
 mod lora;
 pub mod offload;
 mod planning;

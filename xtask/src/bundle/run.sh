@@ -3,7 +3,8 @@
 #
 #   ./run.sh test                         every test
 #   ./run.sh run-all --device cuda        every experiment; the report goes to reports/ in this folder
-#   ./run.sh gpu-day                      tests, timings and comparisons on a GPU, in 9 minutes; to gpu-day/
+#   ./run.sh gpu-day                      tests, timings and comparisons on a GPU, in 10 minutes; to gpu-day/<GPU>/
+#   ./run.sh gpu-day --plan help          the plans of such a day, with their parts and deadlines
 #   ./run.sh compare --device cuda        against PyTorch
 #
 # FRUGAL_PYTHON chooses another Python than python3.

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use anyhow::{Context, Result, bail};
+use report::cli::Failure;
 use report::spec::{Comparison, PeerTorch};
 
 use crate::setup::cache_folder;
@@ -16,7 +17,7 @@ pub(super) struct Pythons(Vec<(PeerTorch, PathBuf)>);
 
 impl Pythons {
     /// Returns the given interpreter, else the bundle's, else those of private environments.
-    pub(super) fn ready(workspace: &Workspace, given: Option<&Path>, chosen: &[&Comparison]) -> Result<Self> {
+    pub(super) fn ready(workspace: &Workspace, given: Option<&Path>, chosen: &[Comparison]) -> Result<Self> {
         let file = workspace.peers().join("requirements.txt");
         let text =
             std::fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
@@ -29,6 +30,9 @@ impl Pythons {
         let mut pythons: Vec<(PeerTorch, PathBuf)> = Vec::new();
         for comparison in chosen {
             let wanted = comparison.peer_torch;
+            if let Some(python) = &given {
+                needs_modules(python, comparison)?;
+            }
             if pythons.iter().any(|(torch, _)| *torch == wanted) {
                 continue;
             }
@@ -102,6 +106,31 @@ fn check(python: &Path, requirements: &Requirements, pair: &Pair, comparison: &C
         python.display(),
         comparison.name
     )
+}
+
+/// The exit status where the Python lacks a module that a peer imports: a comparison that cannot be made here, not one that failed.
+pub(crate) const NO_MODULE: u8 = 4;
+
+/// Refuses an interpreter that lacks a module which the comparison's peer imports.
+fn needs_modules(python: &Path, comparison: &Comparison) -> Result<()> {
+    if comparison.peer_modules.is_empty() {
+        return Ok(());
+    }
+    let script =
+        "import importlib.util, sys; print(*[m for m in sys.argv[1:] if not importlib.util.find_spec(m)])";
+    let mut command = Command::new(python);
+    let output = command.args(["-c", script]).args(&comparison.peer_modules).output();
+    let output = output.with_context(|| format!("cannot run {}", python.display()))?;
+    let missing = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+    if missing.is_empty() {
+        return Ok(());
+    }
+    let message = format!(
+        "{} has no {missing}, which the comparison {} needs; give another Python with --python",
+        python.display(),
+        comparison.name
+    );
+    Err(Failure { status: NO_MODULE, message }.into())
 }
 
 /// The version of torch where all of `modules` can be imported.

@@ -4,6 +4,7 @@ mod bundle;
 mod compare;
 mod floors;
 mod front_pages;
+mod gpu_day;
 mod run_all;
 mod setup;
 mod tidy;

@@ -42,6 +42,25 @@ fn the_files_that_the_report_names_exist() {
     report(missing.collect());
 }
 
+/// What travels to a GPU that is lent by the minute is 64 MiB at most: the tree, and a bundle of 28 MiB beside it.
+#[test]
+fn the_tree_leaves_room_for_a_bundle() {
+    const LIMIT: u64 = 36 << 20;
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+    let size = |path: &str| std::fs::metadata(root.join(path)).map_or(0, |file| file.len());
+    let mut sizes: Vec<(u64, String)> =
+        workspace().files.into_iter().map(|(path, _)| (size(&path), path)).collect();
+    let total: u64 = sizes.iter().map(|(size, _)| size).sum();
+    sizes.sort_unstable();
+    let largest: Vec<_> = sizes.iter().rev().take(5).collect();
+    assert!(total > 1 << 20, "the tree was not found");
+    assert!(
+        total <= LIMIT,
+        "the tree is {total} bytes, {} too many; the largest: {largest:?}",
+        total - LIMIT
+    );
+}
+
 /// Runs every check on a sample.
 fn check(files: &[(&str, &str)], expected: Expect) {
     let tree = Tree::new(files);

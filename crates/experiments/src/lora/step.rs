@@ -23,6 +23,7 @@ use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
 use crate::driver::Bench;
 use crate::dtype;
+use crate::gpu_busy;
 use crate::shape::Shape;
 
 /// The activations that a step keeps.
@@ -39,7 +40,7 @@ enum Method {
 enum Trained {
     /// Adapters on q, k, v and o
     Adapters,
-    /// All weights, which must be fp32
+    /// All weights, which must be fp32 or bf16
     All,
 }
 
@@ -85,8 +86,11 @@ pub(crate) struct Step {
 }
 
 pub(crate) fn run(bench: &mut Bench, arguments: &Step) -> anyhow::Result<()> {
-    let fp32 = arguments.dtype.iter().all(|&kind| kind == Kind::Float);
-    anyhow::ensure!(!arguments.train.contains(&Trained::All) || fp32, "--train all takes --dtype fp32 only");
+    let weights = |kind: &Kind| matches!(kind, Kind::Float | Kind::BFloat16);
+    anyhow::ensure!(
+        !arguments.train.contains(&Trained::All) || arguments.dtype.iter().all(weights),
+        "--train all takes --dtype fp32 and bf16 only"
+    );
     let device = bench.device;
     runtime::memory::track_cpu()?;
     // Before the first product, when they are distinguishable from other memory.
@@ -94,26 +98,26 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Step) -> anyhow::Result<()> {
     let shape = arguments.shape.clone().unwrap_or_else(|| Shape::at_scale(bench.scale));
     let rows = arguments.batch * arguments.sequence;
     let config = shape.config()?;
-    let limit = physical::gemm_rate(device, Kind::Float, rows, config.intermediate_size, config.hidden_size)?
-        .rate()
-        .context("the rate of a product")?;
+    let limit_of = |kind: Kind| -> anyhow::Result<f64> {
+        // Products of quantized weights are those of their fp32 or bf16 tiles.
+        let kind = if kind == Kind::BFloat16 && device.is_cuda() { kind } else { Kind::Float };
+        let rate = physical::gemm_rate(device, kind, rows, config.intermediate_size, config.hidden_size)?;
+        rate.rate().context("the rate of a product")
+    };
     let models =
         || arguments.train.iter().flat_map(|&train| arguments.dtype.iter().map(move |&kind| (train, kind)));
     bench.expect(models().count() * arguments.methods.len());
+    bench.expect_turns(models().count() * arguments.methods.len());
     for (train, kind) in models() {
         bench.message(&format!("{} in {}: drawing weights", shape.name(), dtype::name(kind)));
         runtime::random::seed(bench.seed)?;
+        let limit = limit_of(kind)?;
         let mut prepared = Prepared::new(&shape, arguments, train, bench.seed, (kind, device))?;
         for &method in &arguments.methods {
             bench.message(&format!("{} in {}, {}", shape.name(), dtype::name(kind), name(method)));
-            let mut figures = prepared.measure(method, arguments, limit)?;
+            let flops = prepared.warm_up(method)?;
             let predicted =
                 predict(&shape, (method, train), arguments, prepared.labelled, (kind, device))? as f64;
-            let peak = figures.iter().find(|figure| figure.name == "peak_bytes").and_then(|peak| peak.value);
-            figures.push(Metric::exact("predicted_peak_bytes", "B", predicted));
-            figures.extend(
-                peak.map(|peak| Metric::exact("prediction_error", "ratio", (predicted / peak - 1.0).abs())),
-            );
             let mut case = Case::new()
                 .with("shape", shape.name())
                 .with("method", name(method))
@@ -123,7 +127,19 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Step) -> anyhow::Result<()> {
             if arguments.train.len() > 1 {
                 case = case.with("trained", train.name());
             }
-            bench.put(&case, figures)?;
+            bench.rounds(|bench| {
+                let mut figures = prepared.measure(arguments, limit, flops)?;
+                let peak = figures.iter().find(|figure| figure.name == "peak_bytes");
+                let peak = peak.and_then(|peak| peak.value);
+                figures.push(Metric::exact("predicted_peak_bytes", "B", predicted));
+                figures.extend(
+                    peak.map(|peak| {
+                        Metric::exact("prediction_error", "ratio", (predicted / peak - 1.0).abs())
+                    }),
+                );
+                bench.put(&case, figures)
+            })?;
+            bench.put(&case, vec![gpu_busy::measure(device, || prepared.step())?])?;
             bench.step();
         }
     }
@@ -234,21 +250,35 @@ impl Prepared {
         Ok(self.model.loss(&input, &self.labels)?.sum.f_div_scalar(self.labelled as f64)?)
     }
 
-    fn measure(&mut self, method: Method, arguments: &Step, limit: f64) -> anyhow::Result<Vec<Metric>> {
+    /// Runs the first steps of a method and returns the floating-point operations of one.
+    fn warm_up(&mut self, method: Method) -> anyhow::Result<f64> {
         let plan = match method {
             Method::Keep => LayerPlan::KeepAll,
             Method::Recompute => LayerPlan::RecomputeAll,
         };
         self.switches.change(&vec![plan; self.layers])?;
-        let tokens = (arguments.batch * arguments.sequence) as f64;
-
         // The first step fills caches and the optimizer's state, and is counted.
         let counter = Counter::start()?;
         runtime::autograd::backward(&[&self.forward()?])?;
         let flops = counter.finish()?.total.flops.dense as f64;
         self.optimizer.step()?;
         self.optimizer.zero_grad(ZeroGrad::ToNone)?;
+        if self.device.is_cuda() {
+            // Kernels are compiled and chosen.
+            self.step()?;
+        }
+        Ok(flops)
+    }
 
+    fn step(&mut self) -> anyhow::Result<()> {
+        runtime::autograd::backward(&[&self.forward()?])?;
+        self.optimizer.step()?;
+        Ok(self.optimizer.zero_grad(ZeroGrad::ToNone)?)
+    }
+
+    /// Figures of one round.
+    fn measure(&mut self, arguments: &Step, limit: f64, flops: f64) -> anyhow::Result<Vec<Metric>> {
+        let tokens = (arguments.batch * arguments.sequence) as f64;
         reset_resident_peak()?;
         let plan = MeasurementPlan {
             warmup: 0,

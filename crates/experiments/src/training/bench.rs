@@ -1,21 +1,23 @@
 //! `training bench`: steps of the GPT-2-like model on given sizes, for a comparison with another program.
 
-use std::collections::VecDeque;
 use std::time::Instant;
 
+use anyhow::Context;
 use dataloading::Batch;
 use models::module::{parameter_count, trainable};
 use models::{Gpt2Like, Gpt2LikeConfig};
 use report::{Case, Metric};
 use runtime::memory::Region;
 use serde_json::Value;
-use tch::Kind;
+use tch::{Device, Kind};
 use training::Trainer;
 use training::batches::{Batches, Synthetic};
 use training::optimizer::{Adam, DeviceOptimizer, Group};
 use training::trainer::TrainerConfig;
 
 use crate::driver::Bench;
+use crate::dtype;
+use crate::gpu_busy;
 
 #[derive(clap::Args)]
 pub(crate) struct BenchArgs {
@@ -34,99 +36,118 @@ pub(crate) struct BenchArgs {
     /// Number of tokens that the model knows
     #[arg(long, default_value_t = 4096, value_parser = clap::value_parser!(i64).range(1..))]
     vocabulary: i64,
-    /// Measured steps
+    /// Dtypes of the weights
+    #[arg(long, value_delimiter = ',', default_value = "fp32", value_parser = dtype::parse)]
+    dtype: Vec<Kind>,
+    /// Measured steps of a round
     #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
 }
 
 pub(crate) fn run(bench: &mut Bench, arguments: &BenchArgs) -> anyhow::Result<()> {
-    let device = bench.device;
     runtime::memory::track_cpu()?;
-    let &BenchArgs { rows, length, width, heads, vocabulary, steps } = arguments;
-    let config = Gpt2LikeConfig {
-        vocab_size: vocabulary,
-        embedding_dim: width,
-        hidden_dim: width,
-        num_heads: heads,
-        ff_dim: 2 * width,
-        max_length: i64::from(length),
-        dropout: 0.0,
-        ..Default::default()
-    };
-    const WARMUP: u64 = 2;
-    let length = length as usize;
-    let mut batches = Drawn::new(Synthetic {
-        seed: bench.seed,
-        vocabulary,
-        rows,
-        length,
-        noise: 1,
-        batches: Some(WARMUP + steps),
-        device,
-        position: 0,
-    })?;
-    let before = Region::start(device)?;
-    let model = Box::new(Gpt2Like::new(&config, (Kind::Float, device))?);
-    let parameters = parameter_count(&*model).total;
-    let optimizer = DeviceOptimizer::new(Adam::default(), vec![Group::new(trainable(&*model), 1e-4)])?;
-    let mut trainer =
-        Trainer::new(model, Box::new(optimizer), TrainerConfig { steps: WARMUP, ..Default::default() })?;
-    trainer.run(&mut batches, None)?;
-    bench.expect(steps as usize);
-    let mut seconds = Vec::new();
-    for step in 0..steps {
-        bench.message("GPT-2-like, a training step");
-        trainer.options.steps = WARMUP + step + 1;
+    bench.expect_turns(arguments.dtype.len());
+    let label = |kind: &Kind| format!("GPT-2-like, a training step, {}", dtype::name(*kind));
+    bench.each(arguments.dtype.clone(), label, |bench, kind| {
+        let mut prepared = Prepared::new(arguments, kind, bench.device, bench.seed)?;
+        let case = prepared.case.clone();
+        bench.rounds(|bench| bench.put(&case, prepared.measure(arguments)?))?;
+        bench.put(&case, vec![gpu_busy::measure(bench.device, || prepared.step().map(drop))?])
+    })
+}
+
+/// A trainer after its first steps.
+struct Prepared {
+    trainer: Trainer,
+    source: Synthetic,
+    /// Steps that were run.
+    steps: u64,
+    parameters: u64,
+    device: Device,
+    case: Case,
+}
+
+impl Prepared {
+    fn new(arguments: &BenchArgs, kind: Kind, device: Device, seed: u64) -> anyhow::Result<Self> {
+        let &BenchArgs { rows, length, width, heads, vocabulary, .. } = arguments;
+        let config = Gpt2LikeConfig {
+            vocab_size: vocabulary,
+            embedding_dim: width,
+            hidden_dim: width,
+            num_heads: heads,
+            ff_dim: 2 * width,
+            max_length: i64::from(length),
+            dropout: 0.0,
+            ..Default::default()
+        };
+        let length = length as usize;
+        let source =
+            Synthetic { seed, vocabulary, rows, length, noise: 1, batches: None, device, position: 0 };
+        let model = Box::new(Gpt2Like::new(&config, (kind, device))?);
+        let parameters = parameter_count(&*model).total;
+        let optimizer = DeviceOptimizer::new(Adam::default(), vec![Group::new(trainable(&*model), 1e-4)])?;
+        let trainer =
+            Trainer::new(model, Box::new(optimizer), TrainerConfig { steps: 1, ..Default::default() })?;
+        let case = Case::new()
+            .with("rows", rows as u64)
+            .with("length", length as u64)
+            .with("width", width)
+            .with("vocabulary", vocabulary)
+            .with("dtype", dtype::name(kind));
+        let mut prepared = Self { trainer, source, steps: 0, parameters, device, case };
+        const WARM_UP: u64 = 3;
+        for _ in 0..WARM_UP {
+            prepared.step()?;
+        }
+        Ok(prepared)
+    }
+
+    /// Runs a step on a batch that was drawn before it, and returns its seconds.
+    fn step(&mut self) -> anyhow::Result<f64> {
+        let drawn = self.source.next()?.context("the source has no end")?;
+        let mut batches = Drawn { state: self.source.state(), batch: Some(drawn) };
+        self.steps += 1;
+        self.trainer.options.steps = self.steps;
+        runtime::device::synchronize(self.device)?;
         let start = Instant::now();
         // Losses are read at the end, which waits for the device.
-        trainer.run(&mut batches, None)?;
-        seconds.push(start.elapsed().as_secs_f64());
-        bench.step();
+        self.trainer.run(&mut batches, None)?;
+        Ok(start.elapsed().as_secs_f64())
     }
-    let peak = before.finish()?.peak_above_start();
-    let positions = (rows * length) as f64;
-    let rates: Vec<f64> = seconds.iter().map(|seconds| positions / seconds).collect();
-    let case = Case::new()
-        .with("rows", rows as u64)
-        .with("length", length as u64)
-        .with("width", width)
-        .with("vocabulary", vocabulary);
-    let metrics = vec![
-        Metric::of_samples("step_seconds", "s", &seconds),
-        Metric::of_samples("positions_per_second", "tokens/s", &rates),
-        Metric::exact("peak_bytes", "B", peak as f64),
-        Metric::exact("parameters", "count", parameters as f64),
-    ];
-    bench.put(&case, metrics)
+
+    /// Figures of one round.
+    fn measure(&mut self, arguments: &BenchArgs) -> anyhow::Result<Vec<Metric>> {
+        let before = Region::start(self.device)?;
+        let seconds = (0..arguments.steps).map(|_| self.step()).collect::<anyhow::Result<Vec<f64>>>()?;
+        let peak = before.finish()?.peak as f64;
+        let positions = (arguments.rows * arguments.length as usize) as f64;
+        let rates: Vec<f64> = seconds.iter().map(|seconds| positions / seconds).collect();
+        Ok(vec![
+            Metric::of_samples("step_seconds", "s", &seconds),
+            Metric::of_samples("positions_per_second", "tokens/s", &rates),
+            Metric::exact("peak_bytes", "B", peak),
+            Metric::exact("parameters", "count", self.parameters as f64),
+        ])
+    }
 }
 
-/// Batches that were drawn before, so that a step is measured without its data, as the other program measures its own.
+/// A batch that was drawn before, so that a step is measured without its data, as the other program measures its own.
 struct Drawn {
-    source: Synthetic,
-    batches: VecDeque<Batch>,
-}
-
-impl Drawn {
-    fn new(mut source: Synthetic) -> training::Result<Self> {
-        let mut batches = VecDeque::new();
-        while let Some(batch) = source.next()? {
-            batches.push_back(batch);
-        }
-        Ok(Self { source, batches })
-    }
+    state: Value,
+    batch: Option<Batch>,
 }
 
 impl Batches for Drawn {
     fn next(&mut self) -> training::Result<Option<Batch>> {
-        Ok(self.batches.pop_front())
+        Ok(self.batch.take())
     }
 
     fn state(&self) -> Value {
-        self.source.state()
+        self.state.clone()
     }
 
     /// Does nothing: a drawn batch is not drawn again.
     fn resume(&mut self, state: &Value) -> training::Result<()> {
-        Err(training::Error::config("drawn batches", format!("they cannot go back to {state}")))
+        Err(training::Error::config("a drawn batch", format!("it cannot go back to {state}")))
     }
 }

@@ -1,0 +1,116 @@
+//! The table of a day: how each part ended.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::path::Path;
+
+use anyhow::{Context, Result, bail, ensure};
+use report::measurements::{IMPLEMENTATION_KEY, ROUND_KEY};
+
+use super::plan::Part;
+use crate::pages::{Folder, Rounds};
+
+/// How a part ended.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Verdict {
+    Passed,
+    /// Ended early with enough rounds.
+    Enough {
+        rounds: Rounds,
+        how: String,
+    },
+    Failed(String),
+    /// Ended at its deadline, in seconds, and what it has recorded.
+    Late {
+        seconds: u64,
+        kept: String,
+    },
+    /// Not run, and why.
+    Skipped(String),
+}
+
+impl Verdict {
+    pub(super) fn is_failure(&self) -> bool {
+        matches!(self, Self::Failed(_) | Self::Late { .. })
+    }
+}
+
+impl fmt::Display for Verdict {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Passed => f.write_str("passed"),
+            Self::Enough { rounds: Rounds { done, total, needed, .. }, how } => {
+                write!(f, "{done} of {total} rounds, {needed} needed ({how})")
+            }
+            Self::Failed(why) => write!(f, "FAILED: {why}"),
+            Self::Late { seconds, kept } => write!(f, "LATE: ended after {seconds} s; {kept}"),
+            Self::Skipped(why) => write!(f, "skipped: {why}"),
+        }
+    }
+}
+
+/// A part and how it ended.
+pub(super) struct Row {
+    pub(super) name: String,
+    pub(super) verdict: Verdict,
+    pub(super) seconds: f64,
+    /// What ran on other cores meanwhile.
+    pub(super) beside: Option<String>,
+}
+
+pub(super) fn text(rows: &[Row]) -> String {
+    let width = rows.iter().map(|row| row.name.len()).max().unwrap_or(0);
+    let line = |Row { name, verdict, seconds, beside }: &Row| {
+        let beside = beside.as_ref().map(|beside| format!("; beside {beside}")).unwrap_or_default();
+        format!("{name:width$}  {seconds:5.0} s  {verdict}{beside}")
+    };
+    rows.iter().map(line).collect::<Vec<_>>().join("\n")
+}
+
+pub(super) fn write(out: &Path, rows: &[Row]) -> Result<()> {
+    let path = out.join("gpu-day.txt");
+    std::fs::write(&path, text(rows) + "\n").with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// Checks a rehearsal in which one part was killed: the table says so, its finished rounds are there, and it cost no other part.
+pub(super) fn check_rehearsal(rows: &[Row], part: &Part, folder: &Folder) -> Result<()> {
+    let (killed, subject) = (&*part.name, part.subject());
+    let row = rows.iter().find(|row| row.name == killed);
+    let row = row.with_context(|| format!("{killed} was to be killed, and is not in the table"))?;
+    let said = row.verdict.to_string();
+    ensure!(
+        said.contains("SIGKILL") && !matches!(row.verdict, Verdict::Skipped(_)),
+        "{killed} was killed, and its verdict is: {said}"
+    );
+    let rounds = folder.rounds(subject).with_context(|| format!("{killed} has no finished round"))?;
+    let records = report::read_records(&folder.records().join(format!("{subject}.jsonl")))?;
+    let mut sides: BTreeMap<u64, BTreeSet<String>> = BTreeMap::new();
+    for record in &records {
+        if let Some(round) = record.case.get(ROUND_KEY).and_then(serde_json::Value::as_u64) {
+            let side = record.case.get(IMPLEMENTATION_KEY).map(ToString::to_string).unwrap_or_default();
+            sides.entry(round).or_default().insert(side);
+        }
+    }
+    for (round, sides) in &sides {
+        ensure!(sides.len() > 1, "round {round} of {killed} has records of {sides:?} only");
+    }
+    ensure!(
+        !sides.is_empty() && rounds.done >= 1 && rounds.done < rounds.total,
+        "{killed} had {} of {} rounds when it was killed",
+        rounds.done,
+        rounds.total
+    );
+    let others: Vec<&Row> = rows.iter().filter(|row| row.name != killed).collect();
+    let failed: Vec<&str> =
+        others.iter().filter(|row| row.verdict.is_failure()).map(|row| &*row.name).collect();
+    if !failed.is_empty() {
+        bail!("{killed} was killed, and these parts failed too: {}", failed.join(", "));
+    }
+    let after = rows.iter().skip_while(|row| row.name != killed).skip(1);
+    ensure!(
+        after.filter(|row| row.verdict == Verdict::Passed).count() > 0,
+        "no part ran after {killed} was killed"
+    );
+    println!("rehearsed: {killed} was killed, and kept its {} finished rounds", rounds.done);
+    Ok(())
+}
