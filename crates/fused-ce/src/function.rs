@@ -69,8 +69,8 @@ pub(crate) struct State {
 }
 
 impl Function for Fused {
-    fn name(&self) -> String {
-        "linear cross-entropy".to_owned()
+    fn name(&self) -> &'static str {
+        "linear cross-entropy"
     }
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {

@@ -29,7 +29,9 @@ mod scaled_dot_product;
 use crate::processor::computes_on;
 use runtime::autograd::retain::kept;
 use runtime::autograd::{self, Backward, Forward, Function, GradMode};
-use runtime::profile::{Flops, kernel, record_external};
+use runtime::profile::{Flops, is_counting, kernel, record_external};
+use runtime::tensor_layout::TensorLayout;
+use runtime::tensor_memory::Dense;
 use runtime::{Error, Result};
 pub use scaled_dot_product::{ScaledDotProductOptions, scaled_dot_product, takes_groups};
 use tch::{Device, Kind, Tensor};
@@ -75,16 +77,44 @@ pub struct CausalOptions {
 /// ```
 pub fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: CausalOptions) -> Result<Tensor> {
     let CausalOptions { scale, window, cap } = options;
+    check_options(window, cap)?;
+    let scale = match scale {
+        Some(scale) => scale,
+        None => 1.0 / (TensorLayout::of(q)?.size().last().copied().unwrap_or(1) as f64).sqrt(),
+    };
+    let scores = Scores { scale, window: window.map(|window| window as usize), cap };
+    let [y] = autograd::apply(Causal { scores, joint: None }, &[q, k, v])?;
+    Ok(y)
+}
+
+/// Computes [`causal_attention`] of q `[batch, tokens, heads·head]` over k and v `[batch, tokens, kv_heads·head]`, as projections return
+/// them, and returns the shape of q: the same numbers, without a view for each tensor in the graph.
+///
+/// # Errors
+/// As [`causal_attention`]; a width that `head` does not divide.
+pub fn causal_attention_of_rows(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    head: i64,
+    options: CausalOptions,
+) -> Result<Tensor> {
+    let CausalOptions { scale, window, cap } = options;
+    check_options(window, cap)?;
+    let scale = scale.unwrap_or_else(|| 1.0 / (head as f64).sqrt());
+    let scores = Scores { scale, window: window.map(|window| window as usize), cap };
+    let [y] = autograd::apply(Causal { scores, joint: Some(head) }, &[q, k, v])?;
+    Ok(y)
+}
+
+fn check_options(window: Option<i64>, cap: Option<f64>) -> Result<()> {
     if let Some(window) = window.filter(|window| *window < 1) {
         return Err(Error::invalid(NAME, format!("the window is {window} tokens; expected at least 1")));
     }
     if let Some(cap) = cap.filter(|cap| !(cap.is_finite() && *cap > 0.0)) {
         return Err(Error::invalid(NAME, format!("the cap is {cap}; expected a finite number above 0")));
     }
-    let scale = scale.unwrap_or_else(|| 1.0 / (q.size().last().copied().unwrap_or(1) as f64).sqrt());
-    let scores = Scores { scale, window: window.map(|window| window as usize), cap };
-    let [y] = autograd::apply(Causal { scores }, &[q, k, v])?;
-    Ok(y)
+    Ok(())
 }
 
 /// Options of [`single_query_attention`].
@@ -142,33 +172,49 @@ pub fn single_query_attention(
         cpu::single(&tensors, scale, options.cap)?;
     }
     let flops = (4 * batch * heads * keys * head).unsigned_abs();
-    let bytes: usize = [&q, &k, &v, &o].iter().map(|x| x.numel() * x.kind().elt_size_in_bytes()).sum();
+    let bytes: usize = [&*q, &*k, &*v, &o].iter().map(|x| x.numel() * x.kind().elt_size_in_bytes()).sum();
     record_external(SINGLE, Flops::from(flops), bytes as u64)?;
     Ok(o)
 }
 
 struct Causal {
     scores: Scores,
+    /// The width of the heads, if the tensors are `[batch, tokens, heads·head]`.
+    joint: Option<i64>,
+}
+
+impl Causal {
+    /// Returns a tensor like this one, for the result or a gradient.
+    fn empty_like(&self, like: &TensorLayout) -> Result<Tensor> {
+        match self.joint {
+            None => heads_last(like),
+            Some(_) => Ok(Tensor::f_empty(like.size(), (like.kind(), like.device()))?),
+        }
+    }
 }
 
 impl Function for Causal {
-    fn name(&self) -> String {
-        "fused causal attention".to_owned()
+    fn name(&self) -> &'static str {
+        "fused causal attention"
     }
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
-        let inputs: Vec<Tensor> = inputs.iter().map(|x| readable(x)).collect::<Result<_>>()?;
-        let [q, k, v] = &inputs[..] else { return Err(Error::invalid(NAME, "expected q, k and v")) };
+        let &[q, k, v] = inputs else { return Err(Error::invalid(NAME, "expected q, k and v")) };
+        let readable = [readable(q)?, readable(k)?, readable(v)?];
+        let [q, k, v] = readable.each_ref().map(|x| &**x);
         let results = kept(|| {
-            let (batch, heads, tokens, _) = q.size4()?;
-            let o = heads_last(q)?;
-            let computed = compute_kind(q.kind()).unwrap_or(Kind::Float);
-            let log_sums = Tensor::f_empty([batch, heads, tokens], (computed, q.device()))?;
+            let layout = TensorLayout::of(q)?;
+            let [batch, heads, tokens, head] = cpu::dimensions(layout.size(), self.joint)?;
+            let o = self.empty_like(&layout)?;
+            let computed = compute_kind(layout.kind()).unwrap_or(Kind::Float);
+            let log_sums = Tensor::f_empty([batch, heads, tokens], (computed, layout.device()))?;
             {
                 let _scope = kernel(FORWARD, [q, k, v]);
-                cpu::forward(&Tensors { q, k, v, o: &o, log_sums: &log_sums }, self.scores)?;
+                let tensors = Tensors { joint: self.joint, q, k, v, o: &o, log_sums: &log_sums };
+                cpu::forward(&tensors, self.scores)?;
             }
-            record(FORWARD, q, (2, self.scores), &[q, k, v, &o, &log_sums])?;
+            let moved = [q, k, v, &o, &log_sums];
+            record(FORWARD, [batch, heads, tokens, head], (2, self.scores), &moved)?;
             Ok(vec![o, log_sums])
         })?;
         let [o, log_sums] = <[Tensor; 2]>::try_from(results)
@@ -186,22 +232,26 @@ impl Function for Causal {
             return Err(Error::invalid(NAME, "the tensors that forward saved are gone"));
         };
         let upstream = readable(&upstream)?;
-        let gradients = [heads_last(q)?, heads_last(k)?, heads_last(v)?];
+        let upstream = &*upstream;
+        let layouts = [TensorLayout::of(q)?, TensorLayout::of(k)?, TensorLayout::of(v)?];
+        let dimensions = cpu::dimensions(layouts[0].size(), self.joint)?;
+        let [of_q, of_k, of_v] = &layouts;
+        let gradients = [self.empty_like(of_q)?, self.empty_like(of_k)?, self.empty_like(of_v)?];
         let [q_gradient, k_gradient, v_gradient] = &gradients;
         {
             let _scope = kernel(BACKWARD, [q, k, v]);
             cpu::backward(
-                &Tensors { q, k, v, o, log_sums },
-                &upstream,
+                &Tensors { joint: self.joint, q, k, v, o, log_sums },
+                upstream,
                 [q_gradient, k_gradient, v_gradient],
                 self.scores,
             )?;
         }
         record(
             BACKWARD,
-            q,
+            dimensions,
             (5, self.scores),
-            &[q, k, v, o, &upstream, log_sums, q_gradient, k_gradient, v_gradient],
+            &[q, k, v, o, upstream, log_sums, q_gradient, k_gradient, v_gradient],
         )?;
         Ok(gradients.into_iter().map(Some).collect())
     }
@@ -212,23 +262,37 @@ const BACKWARD: &str = "runtime::causal_attention_backward";
 const SINGLE: &str = "runtime::single_query_attention";
 
 /// Returns the tensor, or a copy that the passes can read.
-fn readable(x: &Tensor) -> Result<Tensor> {
+fn readable(x: &Tensor) -> Result<Dense<'_>> {
+    let layout = TensorLayout::of(x)?;
+    if has_dense_heads(&layout) && !layout.is_neg() {
+        return Ok(Dense::Same(x));
+    }
     let x = x.f_resolve_neg()?;
-    if has_dense_heads(&x) { Ok(x) } else { Ok(x.f_contiguous()?) }
+    Ok(Dense::Copy(if has_dense_heads(&layout) { x } else { x.f_contiguous()? }))
 }
 
 /// Returns a tensor of the shape and dtype of `[batch, heads, tokens, head]`, with the heads of a token side by side.
 ///
 /// No view: libtorch refuses to change views that a function returns in place.
-fn heads_last(like: &Tensor) -> Result<Tensor> {
-    let (batch, heads, tokens, head) = like.size4()?;
+fn heads_last(like: &TensorLayout) -> Result<Tensor> {
+    let &[batch, heads, tokens, head] = like.size() else {
+        let reason = format!("a tensor of shape {:?}; expected [batch, heads, tokens, head]", like.size());
+        return Err(Error::invalid(NAME, reason));
+    };
     let strides = [tokens * heads * head, head, heads * head, 1];
     Ok(Tensor::f_empty_strided([batch, heads, tokens, head], strides, (like.kind(), like.device()))?)
 }
 
 /// Records the FLOPs of `products` products for each pair of a query and a key, and the bytes that are read and written.
-fn record(name: &str, q: &Tensor, (products, scores): (u64, Scores), moved: &[&Tensor]) -> Result<()> {
-    let (batch, heads, tokens, head) = q.size4()?;
+fn record(
+    name: &str,
+    [batch, heads, tokens, head]: [i64; 4],
+    (products, scores): (u64, Scores),
+    moved: &[&Tensor],
+) -> Result<()> {
+    if !is_counting() {
+        return Ok(());
+    }
     let pair_flops = |pairs: i64| 2 * products * (batch * heads * head * pairs).unsigned_abs();
     let seen = scores.window.map_or(tokens, |window| tokens.min(window as i64));
     let visible = seen * (seen + 1) / 2 + (tokens - seen) * seen;

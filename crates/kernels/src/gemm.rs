@@ -20,7 +20,8 @@ pub(super) mod words;
 
 use gemm_common::Parallelism;
 use runtime::parallel;
-use runtime::tensor_memory::{address, bump_version};
+use runtime::tensor_layout::TensorLayout;
+use runtime::tensor_memory::bump_version;
 use runtime::{Error, Result};
 use tch::{Kind, Tensor};
 
@@ -57,7 +58,7 @@ struct Matrix {
 }
 
 impl Matrix {
-    fn new(tensor: &Tensor) -> Result<Self> {
+    fn new(tensor: &TensorLayout) -> Result<Self> {
         let stored = match tensor.kind() {
             Kind::Float => Stored::Float,
             Kind::BFloat16 => Stored::Bfloat16,
@@ -68,7 +69,7 @@ impl Matrix {
         };
         let stride = tensor.stride();
         let (row_stride, column_stride) = (stride[0] as isize, stride[1] as isize);
-        Ok(Self { at: address(tensor)?, stored, row_stride, column_stride })
+        Ok(Self { at: tensor.range()?.start, stored, row_stride, column_stride })
     }
 
     fn transposed(self) -> Self {
@@ -82,8 +83,8 @@ impl Matrix {
     }
 }
 
-/// Computes `out = a·b`, or `out += a·b`, for CPU matrices in fp32, bf16 or fp16, each of any strides. Products and sums are in fp32;
-/// an output in 16 bits is rounded once. The caller checks shapes, layouts, and that the output shares no memory with an operand.
+/// Computes `out = a·b`, or `out += a·b`, for CPU matrices in fp32, bf16 or fp16, each of any strides; `matrices` are the layouts of out,
+/// a and b. Products and sums are in fp32; an output in 16 bits is rounded once. The caller checks shapes, layouts, and that the output shares no memory with an operand.
 ///
 /// The bits do not depend on `threads` if the output has at least [`MIN_DIMENSION`] rows and columns: each element is summed over k in
 /// blocks whose length depends on k and the processor, on whether a row-major output has fewer than 1024 rows and a transposed b, and on
@@ -92,13 +93,13 @@ impl Matrix {
 /// paths are for outputs of at most 256 elements, and for single rows and columns, which are no parts of such an output.
 pub(crate) fn gemm_f32(
     out: &mut Tensor,
-    a: &Tensor,
-    b: &Tensor,
+    matrices: [&TensorLayout; 3],
     accumulate: bool,
     threads: usize,
 ) -> Result<()> {
-    let (m, n, k) = (out.size()[0] as usize, out.size()[1] as usize, a.size()[1] as usize);
-    let (to, left, right) = (Matrix::new(out)?, Matrix::new(a)?, Matrix::new(b)?);
+    let [product, a, b] = matrices;
+    let (m, n, k) = (product.size()[0] as usize, product.size()[1] as usize, a.size()[1] as usize);
+    let (to, left, right) = (Matrix::new(product)?, Matrix::new(a)?, Matrix::new(b)?);
     // No two elements of the output share memory: it has dense rows or dense columns, also as a window of a larger matrix.
     let (row, column) = (to.row_stride, to.column_stride);
     let apart = match (m, n) {
@@ -107,7 +108,7 @@ pub(crate) fn gemm_f32(
         _ => (column == 1 && row >= n as isize) || (row == 1 && column >= m as isize),
     };
     if !apart {
-        let reason = format!("the output's strides {:?} are neither row- nor column-major", out.stride());
+        let reason = format!("the output's strides {:?} are neither row- nor column-major", product.stride());
         return Err(Error::invalid("matrix product", reason));
     }
     // For the whole product, not for its parts.

@@ -92,8 +92,8 @@ impl Linear {
 impl Function for Linear {
     const TWICE_DIFFERENTIABLE: bool = true;
 
-    fn name(&self) -> String {
-        "linear".to_owned()
+    fn name(&self) -> &'static str {
+        "linear"
     }
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {

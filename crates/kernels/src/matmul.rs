@@ -21,10 +21,9 @@
 
 mod operators;
 
-use runtime::autograd::GradMode;
 use runtime::device::graph::operators_only;
-use runtime::ops::TryScalar;
-use runtime::profile::{Flops, kernel, record_external};
+use runtime::ops::{mm_out, scale_};
+use runtime::profile::{Flops, is_counting, kernel, record_external};
 use runtime::tensor_layout::TensorLayout;
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
@@ -51,7 +50,13 @@ const SMALL: i64 = 1 << 12;
 /// Shapes, dtypes or devices that do not match; an output that shares memory with an operand; operands that require a
 /// gradient while gradients are recorded; a choice of [`processor`] that this machine does not support.
 pub fn mm_into(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
-    let matrices = Matrices::of(out, a, b)?;
+    let matrices = Matrices { out: TensorLayout::of(out)?, a: TensorLayout::of(a)?, b: TensorLayout::of(b)? };
+    matrices.check()?;
+    multiply(out, a, b, accumulate, &matrices)
+}
+
+/// [`mm_into`] of matrices that are checked.
+fn multiply(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool, matrices: &Matrices) -> Result<()> {
     let _ = processor::choices()?;
     let [m, n, k] = matrices.dimensions();
     if m * n == 0 {
@@ -63,23 +68,16 @@ pub fn mm_into(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Re
         }
         return Ok(());
     }
-    let (device, kinds) = (matrices.out.device(), matrices.kinds());
-    let one_kind = kinds[0] == kinds[1] && kinds[0] == kinds[2];
-    if one_kind && kinds[0] == compute_kind(device, kinds[0]) && !matrices.need_fp32_gemm() {
-        if accumulate {
-            let _ = out.f_addmm_(a, b)?;
-        } else {
-            let _ = a.f_mm_out(out, b)?;
-        }
-        return Ok(());
+    if matrices.are_of_one_operator() {
+        return mm_out(out, a, b, accumulate);
     }
-    if device.is_cuda() && matrices.out.kind() == Kind::Float {
+    if matrices.out.device().is_cuda() && matrices.out.kind() == Kind::Float {
         return operators::mm_widened(out, a, b, accumulate);
     }
     if operators_only() {
         return operators::mm_cast(out, a, b, accumulate);
     }
-    in_fp32(out, a, b, accumulate, &matrices)
+    in_fp32(out, a, b, accumulate, matrices)
 }
 
 /// Returns `a·b` in a new tensor of the operands' dtype. See [`mm_into`].
@@ -87,11 +85,18 @@ pub fn mm_into(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Re
 /// # Errors
 /// As [`mm_into`].
 pub fn mm(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    let (Some(&m), Some(&n)) = (a.size().first(), b.size().last()) else {
+    let (left, right) = (TensorLayout::of(a)?, TensorLayout::of(b)?);
+    let (Some(&m), Some(&n)) = (left.size().first(), right.size().last()) else {
         return Err(Error::invalid("matrix product", "a scalar is not a matrix"));
     };
-    let mut out = Tensor::f_empty([m, n], (a.kind(), a.device()))?;
-    mm_into(&mut out, a, b, false)?;
+    if is_of_one_operator(&left, &right) {
+        let _ = processor::choices()?;
+        return Ok(a.f_mm(b)?);
+    }
+    let mut out = Tensor::f_empty([m, n], (left.kind(), left.device()))?;
+    let matrices = Matrices { out: TensorLayout::of(&out)?, a: left, b: right };
+    matrices.check()?;
+    multiply(&mut out, a, b, false, &matrices)?;
     Ok(out)
 }
 
@@ -101,15 +106,22 @@ pub fn mm(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// As [`mm_into`].
 pub fn mm_scaled(a: &Tensor, b: &Tensor, factor: f64) -> Result<Tensor> {
-    let matrices = a.dim() == 2 && b.dim() == 2 && a.numel() > 0 && b.numel() > 0;
-    if factor != 1.0 && a.device().is_cuda() && matrices {
-        let out = Tensor::f_empty([a.size()[0], b.size()[1]], (a.kind(), a.device()))?;
-        let _ = Matrices::of(&out, a, b)?;
+    if factor == 1.0 {
+        return mm(a, b);
+    }
+    let (left, right) = (TensorLayout::of(a)?, TensorLayout::of(b)?);
+    if let (&[m, k], &[_, n]) = (left.size(), right.size())
+        && left.device().is_cuda()
+        && m * n * k > 0
+    {
+        let out = Tensor::f_empty([m, n], (left.kind(), left.device()))?;
+        Matrices { out: TensorLayout::of(&out)?, a: left, b: right }.check()?;
         operators::mm_scaled(&out, a, b, factor)?;
         return Ok(out);
     }
-    let product = mm(a, b)?;
-    Ok(if factor == 1.0 { product } else { product.try_mul_scalar_(factor)? })
+    let mut product = mm(a, b)?;
+    scale_(&mut product, factor)?;
+    Ok(product)
 }
 
 /// Returns the dtype in which products of `kind` run on `device` at full speed: `kind` itself, or fp32 for bf16 and
@@ -132,34 +144,43 @@ pub fn compute_kind(device: Device, kind: Kind) -> Kind {
 /// # Errors
 /// Shapes that do not match; operands that require a gradient while gradients are recorded.
 pub fn matvec(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Option<Tensor>> {
-    let (&[vectors, width], Some([out, stored])) = (&x.size()[..], nf4::matrix_shape(weight)) else {
+    let layouts = (TensorLayout::of(x)?, TensorLayout::of(weight)?, bias.map(TensorLayout::of).transpose()?);
+    let (of_x, of_weight, of_bias) = (&layouts.0, &layouts.1, layouts.2.as_ref());
+    let is_nf4 = nf4::Scales::of(of_weight.kind()).is_some();
+    let stored = match of_weight.size() {
+        &[out, width] if !is_nf4 => Some([out, width]),
+        _ => nf4::matrix_shape(weight),
+    };
+    let (&[vectors, width], Some([out, stored])) = (of_x.size(), stored) else {
         return Err(Error::invalid(
             "matrix-vector product",
-            format!("x is {:?} and the weight {:?}; expected matrices", x.size(), weight.size()),
+            format!("x is {:?} and the weight {:?}; expected matrices", of_x.size(), of_weight.size()),
         ));
     };
-    if width != stored || bias.is_some_and(|bias| bias.size() != [out]) {
+    if width != stored || of_bias.is_some_and(|bias| bias.size() != [out]) {
         let reason = format!(
             "x is {:?}, the weight {:?}, the bias {:?}; expected [vectors, in], [out, in], [out]",
-            x.size(),
+            of_x.size(),
             [out, stored],
             bias.map(Tensor::size)
         );
         return Err(Error::invalid("matrix-vector product", reason));
     }
-    if GradMode::enabled() && [Some(x), Some(weight), bias].into_iter().flatten().any(Tensor::requires_grad) {
+    let all = || [Some(of_x), Some(of_weight), of_bias].into_iter().flatten();
+    if all().any(TensorLayout::is_recorded) {
         return Err(Error::invalid(
             "matrix-vector product",
             "an operand requires a gradient, which is not recorded here; use Tensor::linear",
         ));
     }
-    if nf4::is_nf4(weight) {
-        let Some(product) = nf4::few_vectors(x, weight, bias, x.kind())? else { return Ok(None) };
-        return Ok(Some(product.f_to_kind(x.kind())?));
+    if is_nf4 {
+        let kind = of_x.kind();
+        let Some(product) = nf4::few_vectors(x, weight, bias, kind)? else { return Ok(None) };
+        return Ok(Some(product.f_to_kind(kind)?));
     }
-    let on_cpu = [Some(x), Some(weight), bias].into_iter().flatten().all(|one| one.device() == Device::Cpu);
+    let on_cpu = all().all(|one| one.device() == Device::Cpu);
     let dtypes = matches!(
-        (x.kind(), weight.kind()),
+        (of_x.kind(), of_weight.kind()),
         (Kind::Float | Kind::BFloat16, Kind::BFloat16) | (Kind::Float, Kind::Float)
     );
     if !on_cpu || operators_only() || !dtypes || !(1..=FEW).contains(&vectors) || out * width < SMALL {
@@ -168,22 +189,28 @@ pub fn matvec(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Opti
     let scope = kernel("runtime::matvec", [x, weight]);
     let Some(product) = crate::matvec::matvec(x, weight, bias)? else { return Ok(None) };
     drop(scope);
-    let bytes = weight.numel() * weight.kind().elt_size_in_bytes();
-    record_external("runtime::matvec", Flops::from((2 * vectors * out * width) as u64), bytes as u64)?;
+    let flops = Flops::from((2 * vectors * out * width) as u64);
+    record_external("runtime::matvec", flops, of_weight.bytes() as u64)?;
     Ok(Some(product))
 }
 
 /// [`mm_into`] on the CPU in fp32, with operands and an output each in fp32, bf16 or fp16.
 fn in_fp32(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool, matrices: &Matrices) -> Result<()> {
-    let [m, n, k] = matrices.dimensions();
-    // A tensor may be a lazily negated view.
-    let (a, b) = (&a.f_resolve_neg()?, &b.f_resolve_neg()?);
+    if matrices.a.is_neg() || matrices.b.is_neg() {
+        let (a, b) = (&a.f_resolve_neg()?, &b.f_resolve_neg()?);
+        let (left, right) = (TensorLayout::of(a)?, TensorLayout::of(b)?);
+        return in_fp32(out, a, b, accumulate, &Matrices { out: matrices.out.clone(), a: left, b: right });
+    }
     let _scope = kernel("runtime::mm", [a, b]);
-    gemm_f32(out, a, b, accumulate, usize::try_from(tch::get_num_threads()).unwrap_or(1))?;
+    let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1);
+    gemm_f32(out, [&matrices.out, &matrices.a, &matrices.b], accumulate, threads)?;
+    if !is_counting() {
+        return Ok(());
+    }
+    let [m, n, k] = matrices.dimensions();
     let flops = u64::try_from(2 * m * n * k).unwrap_or(u64::MAX);
-    let bytes = |matrix: &TensorLayout| matrix.numel() * matrix.kind().elt_size_in_bytes();
-    let written = bytes(&matrices.out) * if accumulate { 2 } else { 1 };
-    let bytes = bytes(&matrices.a) + bytes(&matrices.b) + written;
+    let written = matrices.out.bytes() * if accumulate { 2 } else { 1 };
+    let bytes = matrices.a.bytes() + matrices.b.bytes() + written;
     record_external("runtime::mm", Flops::from(flops), u64::try_from(bytes).unwrap_or(u64::MAX))
 }
 
@@ -195,13 +222,10 @@ struct Matrices {
 }
 
 impl Matrices {
-    /// Describes the matrices, or refuses those that [`mm_into`] cannot multiply.
-    fn of(out: &Tensor, a: &Tensor, b: &Tensor) -> Result<Self> {
+    /// Refuses matrices that [`mm_into`] cannot multiply.
+    fn check(&self) -> Result<()> {
         let refuse = |reason: String| Err(Error::invalid("matrix product", reason));
-        let requires_grad =
-            GradMode::enabled() && (a.requires_grad() || b.requires_grad() || out.requires_grad());
-        let matrices = Self { out: TensorLayout::of(out)?, a: TensorLayout::of(a)?, b: TensorLayout::of(b)? };
-        let Self { out, a, b } = &matrices;
+        let Self { out, a, b } = self;
         let (o, l, r) = (out.size(), a.size(), b.size());
         let fits = matches!((o, l, r), (&[m, n], &[m2, k], &[k2, n2]) if m == m2 && n == n2 && k == k2);
         if !fits {
@@ -238,21 +262,24 @@ impl Matrices {
         operands.unchecked(Access::Read, "b", b)?;
         operands.unchecked(Access::Write, "out", out)?;
         operands.check()?;
-        if requires_grad {
+        if [out, a, b].into_iter().any(TensorLayout::is_recorded) {
             return refuse(
                 "an operand requires a gradient, which is not recorded here; use Tensor::matmul".to_owned(),
             );
         }
-        Ok(matrices)
+        Ok(())
+    }
+
+    /// Returns whether libtorch's operator computes the product in the matrices' own dtype.
+    fn are_of_one_operator(&self) -> bool {
+        let kinds = [&self.out, &self.a, &self.b].map(TensorLayout::kind);
+        let one_kind = kinds[0] == kinds[1] && kinds[0] == kinds[2];
+        one_kind && kinds[0] == compute_kind(self.out.device(), kinds[0]) && !self.need_fp32_gemm()
     }
 
     /// Returns m, n and k of `[m, k]` times `[k, n]`.
     fn dimensions(&self) -> [i64; 3] {
         [self.out.size()[0], self.out.size()[1], self.a.size()[1]]
-    }
-
-    fn kinds(&self) -> [Kind; 3] {
-        [&self.out, &self.a, &self.b].map(TensorLayout::kind)
     }
 
     /// Returns whether this crate's own product serves matrices in fp32 better than libtorch's: not for small ones.
@@ -261,6 +288,19 @@ impl Matrices {
         let fp32_on_cpu = processor::computes_on(self.out.device()) && self.out.kind() == Kind::Float;
         fp32_on_cpu && (m.min(n) >= MIN_DIMENSION || !(is_dense(&self.a) && is_dense(&self.b)))
     }
+}
+
+/// Returns whether libtorch's operator computes the product of these matrices, which [`mm_into`] takes, into an output of their dtype.
+fn is_of_one_operator(a: &TensorLayout, b: &TensorLayout) -> bool {
+    let (&[m, k], &[k2, n]) = (a.size(), b.size()) else { return false };
+    let (device, kind) = (a.device(), a.kind());
+    let floating = matches!(kind, Kind::Float | Kind::Double | Kind::BFloat16 | Kind::Half);
+    let alike = k == k2 && (b.device(), b.kind()) == (device, kind);
+    let plain = [a, b].into_iter().all(|matrix| matrix.is_strided() && !matrix.is_recorded());
+    let in_fp32 = device == Device::Cpu
+        && kind == Kind::Float
+        && (m.min(n) >= MIN_DIMENSION || !(is_dense(a) && is_dense(b)));
+    floating && alike && plain && m * n * k > 0 && kind == compute_kind(device, kind) && !in_fp32
 }
 
 /// Returns whether rows or columns are dense, so that a BLAS reads them directly. libtorch copies other operands first, such as the

@@ -61,7 +61,9 @@ mod reference;
 use crate::processor::computes_on;
 use function::FusedNorm;
 use runtime::autograd::{self, GradMode};
+use runtime::tensor_layout::TensorLayout;
 use runtime::{Error, Result};
+use smallvec::SmallVec;
 use tch::{Device, Kind, Tensor};
 
 const NAME: &str = "fused norm";
@@ -147,14 +149,25 @@ pub fn add_norm(
 }
 
 fn apply<const OUTPUTS: usize>(inputs: &Inputs<'_>) -> Result<[Tensor; OUTPUTS]> {
-    check(inputs)?;
-    let tensors: Vec<&Tensor> = inputs.tensors().into_iter().flatten().collect();
-    autograd::apply(FusedNorm::new(inputs), &tensors)
+    let dtypes = check(inputs)?;
+    let tensors: SmallVec<[&Tensor; 4]> = inputs.tensors().into_iter().flatten().collect();
+    autograd::apply(FusedNorm::new(inputs, dtypes), &tensors)
 }
 
-fn check(&Inputs { x, residual, weight, bias, options, .. }: &Inputs<'_>) -> Result<()> {
+/// The device and the dtypes of checked inputs.
+#[derive(Clone, Copy)]
+struct Dtypes {
+    device: Device,
+    x: Kind,
+    /// Of weight and bias; x's without one.
+    parameters: [Kind; 2],
+}
+
+fn check(&Inputs { x, residual, weight, bias, options, .. }: &Inputs<'_>) -> Result<Dtypes> {
     let invalid = |reason: String| Err(Error::invalid(NAME, reason));
+    let x = TensorLayout::of(x)?;
     let (size, kind, device) = (x.size(), x.kind(), x.device());
+    let mut parameters = [kind; 2];
     let Some(&width) = size.last().filter(|width| **width > 0) else {
         return invalid(format!("x is {size:?}; expected […, width] of width from 1 on"));
     };
@@ -167,21 +180,21 @@ fn check(&Inputs { x, residual, weight, bias, options, .. }: &Inputs<'_>) -> Res
     if !(options.eps >= 0.0 && options.eps.is_finite()) {
         return invalid(format!("eps is {}; expected a finite number from 0 on", options.eps));
     }
-    if let Some(residual) = residual
+    if let Some(residual) = residual.map(TensorLayout::of).transpose()?
         && (residual.size() != size || residual.kind() != kind || residual.device() != device)
     {
         let actual = format!("{:?} {:?} on {:?}", residual.kind(), residual.size(), residual.device());
         return invalid(format!("residual is {actual}; expected x's {kind:?} {size:?} on {device:?}"));
     }
-    for (name, vector) in [("weight", weight), ("bias", bias)] {
-        if let Some(vector) = vector
-            && (vector.size() != [width] || vector.device() != device || !vector.is_floating_point())
-        {
+    for ((name, vector), kind) in [("weight", weight), ("bias", bias)].into_iter().zip(&mut parameters) {
+        let Some(vector) = vector.map(TensorLayout::of).transpose()? else { continue };
+        if vector.size() != [width] || vector.device() != device || !vector.is_floating_point() {
             let actual = format!("{:?} {:?} on {:?}", vector.kind(), vector.size(), vector.device());
             return invalid(format!("{name} is {actual}; expected floating-point [{width}] on {device:?}"));
         }
+        *kind = vector.kind();
     }
-    Ok(())
+    Ok(Dtypes { device, x: kind, parameters })
 }
 
 /// Returns whether x̂ = (y − bias)/weight can be recovered from a y of dtype `output` with at most nine times its rounding
@@ -195,11 +208,7 @@ fn check(&Inputs { x, residual, weight, bias, options, .. }: &Inputs<'_>) -> Res
 pub fn recoverable(weight: Option<&Tensor>, bias: Option<&Tensor>, output: Kind) -> Result<bool> {
     const MOST: f64 = 8.0;
     let smallest = 2f64.powi(if output == Kind::Half { -6 } else { -60 });
-    let values = |vector: Option<&Tensor>| -> Result<Option<Vec<f64>>> {
-        let values = vector.map(|v| Ok(Vec::<f64>::try_from(v.f_detach()?.f_to_kind(Kind::Double)?)?));
-        values.transpose()
-    };
-    Ok(match (values(weight)?, values(bias)?) {
+    Ok(match (weight.map(cpu::values).transpose()?, bias.map(cpu::values).transpose()?) {
         (None, None) => true,
         (Some(weight), None) => weight.iter().all(|w| w.abs() >= smallest),
         (None, Some(bias)) => bias.iter().all(|b| b.abs() <= MOST),
@@ -344,7 +353,7 @@ fn pass_for(device: Device) -> &'static dyn NormPass {
 }
 
 fn not_recorded(tensors: &[Option<&Tensor>]) -> Result<()> {
-    if GradMode::enabled() && tensors.iter().flatten().any(|tensor| tensor.requires_grad()) {
+    if tensors.iter().flatten().any(|tensor| tensor.requires_grad()) && GradMode::enabled() {
         let reason =
             "a tensor requires a gradient, which is not recorded here; use `layer_norm` or `rms_norm`";
         return Err(Error::invalid(NAME, reason));

@@ -1,12 +1,18 @@
 //! Operands of kernels: checks the shape, dtype, device and layout of each operand when it is added, and at the end that no output overlaps
 //! another operand.
 
+mod layout;
+
 use std::fmt;
 use std::ops::Range;
 
 use runtime::tensor_layout::TensorLayout;
 use runtime::{Error, Result};
+use smallvec::SmallVec;
 use tch::{Device, Kind, Tensor};
+
+use layout::{Layout, row_stride};
+pub(crate) use layout::{has_dense_heads, has_flat_rows, has_no_gaps};
 
 /// The operands of one pass on one device.
 ///
@@ -19,8 +25,11 @@ use tch::{Device, Kind, Tensor};
 pub(crate) struct Operands {
     operation: &'static str,
     device: Device,
-    operands: Vec<Operand>,
+    operands: SmallVec<[Operand; FEW]>,
 }
+
+/// Operands that are stored without an allocation, and compared in pairs.
+const FEW: usize = 16;
 
 struct Operand {
     name: Name,
@@ -85,65 +94,9 @@ impl<'a> From<&'a [i64]> for Extent<'a> {
     }
 }
 
-/// The order of an operand's elements in memory.
-#[derive(Clone, Copy)]
-enum Layout {
-    Contiguous,
-    /// A matrix `[rows, columns]` whose rows are dense, at any distance.
-    DenseRows,
-    /// Any dimensions, the last one dense, the others with any strides from 0 on.
-    DenseHeads,
-    /// Contiguous in some order of the dimensions.
-    WithoutGaps,
-}
-
-impl Layout {
-    fn fits(self, tensor: &TensorLayout) -> bool {
-        match self {
-            Self::Contiguous => tensor.is_contiguous(),
-            Self::DenseRows => match (tensor.size(), tensor.stride()) {
-                (&[rows, columns], &[row_stride, column_stride]) => {
-                    (rows == 0 || columns < 2 || column_stride == 1) && (rows < 2 || row_stride >= columns)
-                }
-                _ => false,
-            },
-            Self::DenseHeads => dense_heads(tensor.size(), tensor.stride()),
-            Self::WithoutGaps => tensor.numel() == 0 || no_gaps(tensor.size(), tensor.stride()),
-        }
-    }
-}
-
-/// Returns whether the last dimension is dense and no stride is negative. libtorch calls any strides of a tensor without elements
-/// contiguous, and any stride of a dimension of 1.
-pub(crate) fn has_dense_heads(tensor: &Tensor) -> bool {
-    dense_heads(&tensor.size(), &tensor.stride())
-}
-
-fn dense_heads(size: &[i64], stride: &[i64]) -> bool {
-    size.contains(&0)
-        || (stride.last() == Some(&1) || size.last() == Some(&1)) && stride.iter().all(|stride| *stride >= 0)
-}
-
-/// Returns whether the elements are contiguous and distinct in memory, in any order of the dimensions.
-pub(crate) fn has_no_gaps(tensor: &Tensor) -> bool {
-    no_gaps(&tensor.size(), &tensor.stride())
-}
-
-fn no_gaps(size: &[i64], stride: &[i64]) -> bool {
-    let dimensions = stride.iter().copied().zip(size.iter().copied());
-    let mut dimensions: Vec<(i64, i64)> = dimensions.filter(|&(_, size)| size != 1).collect();
-    dimensions.sort_unstable();
-    let mut expected = 1;
-    dimensions.into_iter().all(|(stride, size)| {
-        let fits = stride == expected;
-        expected *= size;
-        fits
-    })
-}
-
 impl Operands {
     pub(crate) fn new(operation: &'static str, device: Device) -> Self {
-        Self { operation, device, operands: Vec::new() }
+        Self { operation, device, operands: SmallVec::new() }
     }
 
     /// Adds contiguous memory that the pass reads. Returns its address; 0 without a tensor.
@@ -190,9 +143,31 @@ impl Operands {
         kind: Kind,
         extent: impl Into<Extent<'a>>,
     ) -> Result<Rows> {
-        let name = name.into();
-        let options = (kind, self.device);
-        let tensor = check_view(self.operation, name, tensor, options, extent.into(), Layout::DenseRows)?;
+        self.matrix(access, name.into(), tensor, kind, extent.into(), Layout::DenseRows)
+    }
+
+    /// Adds a tensor `[…, columns]` whose rows are those of such a matrix.
+    pub(crate) fn flat_rows<'a>(
+        &mut self,
+        access: Access,
+        name: impl Into<Name>,
+        tensor: &Tensor,
+        kind: Kind,
+        extent: impl Into<Extent<'a>>,
+    ) -> Result<Rows> {
+        self.matrix(access, name.into(), tensor, kind, extent.into(), Layout::FlatRows)
+    }
+
+    fn matrix(
+        &mut self,
+        access: Access,
+        name: Name,
+        tensor: &Tensor,
+        kind: Kind,
+        extent: Extent<'_>,
+        layout: Layout,
+    ) -> Result<Rows> {
+        let tensor = check_view(self.operation, name, tensor, (kind, self.device), extent, layout)?;
         let rows = Rows::new(&tensor)?;
         let (range, bytes) = (tensor.range()?, kind.elt_size_in_bytes());
         let row = rows.columns * bytes;
@@ -201,7 +176,7 @@ impl Operands {
         Ok(rows)
     }
 
-    /// Adds heads: a tensor of any strides whose last dimension is dense. Returns its address.
+    /// Adds heads: a tensor of any strides whose last dimension is dense. Returns its layout.
     pub(crate) fn heads(
         &mut self,
         access: Access,
@@ -209,8 +184,11 @@ impl Operands {
         tensor: &Tensor,
         kind: Kind,
         size: &[i64],
-    ) -> Result<usize> {
-        self.add(access, name.into(), tensor, kind, size.into(), Layout::DenseHeads)
+    ) -> Result<TensorLayout> {
+        let (name, options) = (name.into(), (kind, self.device));
+        let layout = check_view(self.operation, name, tensor, options, size.into(), Layout::DenseHeads)?;
+        self.push(access, name, &layout)?;
+        Ok(layout)
     }
 
     /// Adds memory that is contiguous in some order of the dimensions. Returns its address.
@@ -256,23 +234,33 @@ impl Operands {
 
     /// Refuses memory that is written and overlaps another operand.
     pub(crate) fn check(&self) -> Result<()> {
-        let start = |index: usize| self.operands[index].memory.range.start;
-        let mut order: Vec<usize> = (0..self.operands.len()).collect();
-        order.sort_unstable_by_key(|index| start(*index));
-        let conflicts = order.iter().enumerate().flat_map(|(position, &first)| {
-            let end = self.operands[first].memory.range.end;
-            let candidates = order[position + 1..].iter().take_while(move |second| start(**second) < end);
-            candidates.map(move |&second| (first.max(second), first.min(second)))
-        });
-        let conflict = conflicts
-            .filter(|&(later, earlier)| self.operands[later].conflicts_with(&self.operands[earlier]))
-            .min();
-        let Some((later, earlier)) = conflict else { return Ok(()) };
+        let Some((later, earlier)) = self.conflict() else { return Ok(()) };
         let (later, earlier) = (&self.operands[later], &self.operands[earlier]);
         let (written, other) =
             if matches!(later.access, Access::Read) { (earlier, later) } else { (later, earlier) };
         let reason = format!("{} overlaps {} in memory; give it memory of its own", written.name, other.name);
         Err(Error::invalid(self.operation, reason))
+    }
+
+    /// Returns the first two operands of which one is written and overlaps the other, the later one first.
+    fn conflict(&self) -> Option<(usize, usize)> {
+        let conflicts =
+            |&(later, earlier): &(usize, usize)| self.operands[later].conflicts_with(&self.operands[earlier]);
+        let count = self.operands.len();
+        if count <= FEW {
+            return (0..count)
+                .flat_map(|later| (0..later).map(move |earlier| (later, earlier)))
+                .find(conflicts);
+        }
+        let start = |index: usize| self.operands[index].memory.range.start;
+        let mut order: Vec<usize> = (0..count).collect();
+        order.sort_unstable_by_key(|index| start(*index));
+        let neighbours = order.iter().enumerate().flat_map(|(position, &first)| {
+            let end = self.operands[first].memory.range.end;
+            let candidates = order[position + 1..].iter().take_while(move |second| start(**second) < end);
+            candidates.map(move |&second| (first.max(second), first.min(second)))
+        });
+        neighbours.filter(conflicts).min()
     }
 }
 
@@ -363,7 +351,7 @@ fn check_view(
     let expected = match (layout, extent) {
         (Layout::Contiguous, Extent::Elements(count)) => format!("{count} contiguous elements of {kind:?}"),
         (Layout::Contiguous, _) => format!("contiguous {shape}"),
-        (Layout::DenseRows, _) => format!("{shape} with dense rows"),
+        (Layout::DenseRows | Layout::FlatRows, _) => format!("{shape} with dense rows"),
         (Layout::DenseHeads, _) => format!("{shape} with a dense last dimension"),
         (Layout::WithoutGaps, _) => format!("{shape} without gaps or overlaps in memory"),
     };
@@ -388,11 +376,13 @@ impl Rows {
         self.rows == 0 || self.columns == 0
     }
 
-    fn new(matrix: &TensorLayout) -> Result<Self> {
+    /// Of a tensor `[…, columns]` that has such rows.
+    fn new(tensor: &TensorLayout) -> Result<Self> {
         let as_usize = |value: i64| usize::try_from(value).unwrap_or(0);
-        let [rows, columns] = [0, 1].map(|dimension| as_usize(matrix.size()[dimension]));
-        let row_stride = as_usize(matrix.stride()[0]);
-        Ok(Self { pointer: matrix.range()?.start, rows, columns, row_stride })
+        let (columns, leading) = tensor.size().split_last().unwrap_or((&1, &[]));
+        let rows = as_usize(leading.iter().product());
+        let row_stride = as_usize(row_stride(tensor.size(), tensor.stride()));
+        Ok(Self { pointer: tensor.range()?.start, rows, columns: as_usize(*columns), row_stride })
     }
 }
 

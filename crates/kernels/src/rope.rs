@@ -49,7 +49,8 @@ use function::Rotate;
 use parking_lot::Mutex;
 use runtime::autograd;
 use runtime::device::graph::operators_only;
-use runtime::profile::{Flops, record_external};
+use runtime::profile::{Flops, is_counting, record_external};
+use runtime::tensor_layout::TensorLayout;
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
@@ -70,8 +71,8 @@ struct Shared {
     angles: Vec<f64>,
     amplitude: f64,
     device: Device,
-    /// `[rows, 2, head / 2]`, fp32: the positions needed so far.
-    rows: Mutex<Tensor>,
+    /// The number of rows, and `[rows, 2, head / 2]`, fp32: the positions needed so far.
+    rows: Mutex<(i64, Tensor)>,
 }
 
 impl RotaryTable {
@@ -110,7 +111,7 @@ impl RotaryTable {
         }
         // On other devices, reading given positions would wait for the device.
         let first = if device == Device::Cpu { positions.min(FIRST_ROWS) } else { positions };
-        let rows = Mutex::new(rows(0..first, &angles, amplitude)?.f_to_device(device)?);
+        let rows = Mutex::new((first, rows(0..first, &angles, amplitude)?.f_to_device(device)?));
         Ok(Self { shared: Arc::new(Shared { positions, angles, amplitude, device, rows }) })
     }
 
@@ -135,14 +136,14 @@ impl RotaryTable {
             return Err(cpu::beyond(needed - 1, positions));
         }
         let mut computed = rows.lock();
-        let known = computed.size()[0];
-        if needed > known {
+        let (known, values) = &*computed;
+        if needed > *known {
             // Twice as many, so that increasing positions do not copy the table each time.
             let enough = needed.max(known.saturating_mul(2)).min(positions);
-            let more = self::rows(known..enough, angles, amplitude)?.f_to_device(device)?;
-            *computed = Tensor::f_cat(&[&*computed, &more], 0)?;
+            let more = self::rows(*known..enough, angles, amplitude)?.f_to_device(device)?;
+            *computed = (enough, Tensor::f_cat(&[values, &more], 0)?);
         }
-        Ok(computed.shallow_clone())
+        Ok(computed.1.shallow_clone())
     }
 
     /// Returns [`RotaryTable::values`] for the positions of a call.
@@ -164,7 +165,7 @@ impl RotaryTable {
     }
 
     /// Rotates `q` `[b, t, heads, head]` and `k` `[b, t, kv_heads, head]`, of one dtype and any strides, such as views of a joint
-    /// projection. The token at `[b, t]` has the position `positions[b, t]` (int64), or t without `positions`. The results are
+    /// projection; each may also be `[b, t, heads·head]`, as a projection returns it. The token at `[b, t]` has the position `positions[b, t]` (int64), or t without `positions`. The results are
     /// contiguous.
     ///
     /// On the CPU a position outside the table is an error. On CUDA it destroys the process's context, because a check would wait
@@ -174,22 +175,29 @@ impl RotaryTable {
     /// Shapes, dtypes or devices that do not fit; a position outside the table; errors of libtorch. Second derivatives are
     /// supported.
     pub fn rotate(&self, q: &Tensor, k: &Tensor, positions: Option<&Tensor>) -> Result<(Tensor, Tensor)> {
-        self.check(q, k, positions)?;
-        let values = self.values_for(q.size()[1], positions)?;
-        let function = Rotate::new(&values, positions, false)?;
+        let sequence = self.check(q, k, positions)?;
+        let values = self.values_for(sequence, positions)?;
+        let function = Rotate::new(values, self.shared.device, positions, false)?;
         let [q, k] = autograd::apply(function, &[q, k])?;
         Ok((q, k))
     }
 
-    fn check(&self, q: &Tensor, k: &Tensor, positions: Option<&Tensor>) -> Result<()> {
+    /// Returns the length of the rows.
+    fn check(&self, q: &Tensor, k: &Tensor, positions: Option<&Tensor>) -> Result<i64> {
         let invalid = |reason: String| Err(Error::invalid(NAME, reason));
+        let [q, k] = [TensorLayout::of(q)?, TensorLayout::of(k)?];
         let (size, kind, device) = (q.size(), q.kind(), self.shared.device);
         let head = self.head();
-        for (name, x) in [("q", q), ("k", k)] {
+        for (name, x) in [("q", &q), ("k", &k)] {
             let x_size = x.size();
-            if x_size.len() != 4 || x_size[3] != head || x_size[..2] != size[..2] {
+            let fits = match x_size {
+                &[batch, sequence, _, width] => width == head && [batch, sequence] == size[..2],
+                &[batch, sequence, width] => width % head == 0 && [batch, sequence] == size[..2],
+                _ => false,
+            };
+            if !fits {
                 let rows =
-                    if size.len() == 4 { format!("{}, {}", size[0], size[1]) } else { "b, t".to_owned() };
+                    if size.len() > 2 { format!("{}, {}", size[0], size[1]) } else { "b, t".to_owned() };
                 return invalid(format!("`{name}` has shape {x_size:?}; expected [{rows}, heads, {head}]"));
             }
             if x.kind() != kind || !cpu::takes(kind) || x.device() != device {
@@ -217,7 +225,7 @@ impl RotaryTable {
                 ))
             }
             None if size[1] > self.positions() => Err(cpu::beyond(size[1] - 1, self.positions())),
-            _ => Ok(()),
+            _ => Ok(size[1]),
         }
     }
 }
@@ -235,8 +243,25 @@ struct Rotation<'a> {
 
 /// The pass on one kind of device.
 trait RotaryPass {
-    /// Rotates tensors `[b, t, heads, head]`; with `overwrite` in place where nothing else uses their memory.
-    fn rotate(&self, rotation: Rotation<'_>, tensors: Vec<Tensor>, overwrite: bool) -> Result<Vec<Tensor>>;
+    /// Rotates tensors `[b, t, heads, head]` or `[b, t, heads·head]`; with `overwrite` in place where nothing else uses their memory.
+    fn rotate(&self, rotation: Rotation<'_>, tensors: &[&Tensor], overwrite: bool) -> Result<Vec<Tensor>>;
+}
+
+/// Rotates tensors `[b, t, heads·head]` as `[b, t, heads, head]`, by a pass that takes no others; `None` if all have the latter shape.
+fn by_heads(
+    pass: &dyn RotaryPass,
+    rotation: Rotation<'_>,
+    tensors: &[&Tensor],
+) -> Result<Option<Vec<Tensor>>> {
+    if tensors.iter().all(|x| x.dim() == 4) {
+        return Ok(None);
+    }
+    let head = 2 * rotation.table.size()[2];
+    let views = tensors.iter().map(|x| Ok(x.f_reshape([x.size()[0], x.size()[1], -1, head])?));
+    let views: Vec<Tensor> = views.collect::<Result<_>>()?;
+    let results = pass.rotate(rotation, &views.iter().collect::<Vec<_>>(), false)?;
+    let shaped = results.iter().zip(tensors).map(|(result, x)| Ok(result.f_reshape(x.size())?));
+    shaped.collect::<Result<_>>().map(Some)
 }
 
 /// Returns the fastest pass for tensors on `device`.
@@ -246,6 +271,9 @@ fn pass_for(device: Device) -> &'static dyn RotaryPass {
 
 /// Reports the bytes that a pass over these tensors read and wrote to running counters. Elementwise work counts no FLOPs.
 fn record<'a>(tensors: impl Iterator<Item = &'a Tensor>) -> Result<()> {
+    if !is_counting() {
+        return Ok(());
+    }
     let bytes = tensors.map(|x| (2 * x.numel() * x.kind().elt_size_in_bytes()) as u64).sum();
     record_external("runtime::rope", Flops::default(), bytes)
 }

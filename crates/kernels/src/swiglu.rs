@@ -22,7 +22,7 @@ mod tensors;
 
 use crate::processor::computes_on;
 use runtime::autograd::{self, GradMode};
-use runtime::profile::{Flops, record_external};
+use runtime::profile::{Flops, is_counting, record_external};
 use runtime::{Error, Result};
 use tch::Tensor;
 
@@ -53,12 +53,14 @@ const NAME: &str = "fused swiglu";
 /// # Errors
 /// A tensor that is undefined, sparse or not floating-point; two shapes or devices. In backward, a second derivative.
 pub fn silu_mul(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
-    let kind = function::check(gate, up)?;
-    if !computes_on(gate.device()) && !cuda::are_ready_for(kind, gate.device()) {
+    let (kind, device) = function::check(gate, up)?;
+    if !computes_on(device) && !cuda::are_ready_for(kind, device) {
         return reference::recorded_product(gate, up, kind);
     }
-    let inputs = [gate.f_to_kind(kind)?, up.f_to_kind(kind)?];
-    let [product] = autograd::apply(function::Product::default(), &[&inputs[0], &inputs[1]])?;
+    let of_kind = |x: &Tensor| if x.kind() == kind { Ok(None) } else { x.f_to_kind(kind).map(Some) };
+    let (wide_gate, wide_up) = (of_kind(gate)?, of_kind(up)?);
+    let inputs = [wide_gate.as_ref().unwrap_or(gate), wide_up.as_ref().unwrap_or(up)];
+    let [product] = autograd::apply(function::Product::default(), &inputs)?;
     Ok(product)
 }
 
@@ -120,12 +122,15 @@ fn pass_for(gate: &Tensor) -> &'static dyn SwigluPass {
 
 /// Reports a pass that read and wrote `passes` matrices of this size to running counters. Elementwise work counts no FLOPs.
 fn record(name: &str, matrix: &Tensor, passes: usize) -> Result<()> {
+    if !is_counting() {
+        return Ok(());
+    }
     let bytes = matrix.numel() * matrix.kind().elt_size_in_bytes() * passes;
     record_external(name, Flops::default(), bytes as u64)
 }
 
 fn not_recorded(tensors: &[&Tensor]) -> Result<()> {
-    if GradMode::enabled() && tensors.iter().any(|tensor| tensor.requires_grad()) {
+    if tensors.iter().any(|tensor| tensor.requires_grad()) && GradMode::enabled() {
         let reason = "a tensor requires a gradient, which is not recorded here; use libtorch's operators";
         return Err(Error::invalid(NAME, reason));
     }

@@ -104,8 +104,8 @@ impl Dora {
 }
 
 impl Function for Dora {
-    fn name(&self) -> String {
-        "DoRA linear".to_owned()
+    fn name(&self) -> &'static str {
+        "DoRA linear"
     }
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {

@@ -133,8 +133,8 @@ impl LowRank {
 }
 
 impl Function for LowRank {
-    fn name(&self) -> String {
-        "low-rank linear".to_owned()
+    fn name(&self) -> &'static str {
+        "low-rank linear"
     }
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {

@@ -50,13 +50,14 @@ mod windowed;
 use kernels::attention::{ScaledDotProductOptions, takes_groups};
 use runtime::ops::attention::{Options, Packing, efficient_attention, flash_attention};
 use runtime::precision;
+use runtime::tensor_layout::TensorLayout;
 use tch::{Kind, Tensor};
 
 pub(crate) use cached::cached_attention;
 pub use decoder::AttentionPath;
 pub use documents::Documents;
 use explicit::{additive_mask, explicit, visible};
-pub(crate) use windowed::{has_kernel, over_window};
+pub(crate) use windowed::{attention_of_rows, has_kernel, over_window};
 
 use crate::error::{Error, Result, wrong_shape};
 
@@ -112,8 +113,7 @@ pub fn attention(
     documents: Option<&Documents>,
     options: &AttentionConfig,
 ) -> Result<Tensor> {
-    check(q, k, v, documents, options)?;
-    let (batch, sequence, heads, head) = q.size4()?;
+    let [batch, sequence, heads, head] = check(q, k, v, documents, options)?;
     // A window of at least the longest document has no effect.
     let longest = documents.map_or(sequence, Documents::longest);
     let options = AttentionConfig { window: options.window.filter(|&window| window < longest), ..*options };
@@ -130,14 +130,17 @@ fn attend(
     options: &AttentionConfig,
 ) -> Result<Tensor> {
     let &AttentionConfig { path, dropout, scale, window, softcap } = options;
-    if k.size()[2] != q.size()[2] && !supports_grouped_queries(options, [q, k, v], documents.is_some())? {
-        let [k, v] = [repeat_kv(k, q.size()[2])?, repeat_kv(v, q.size()[2])?];
+    let (of_q, of_k) = (TensorLayout::of(q)?, TensorLayout::of(k)?);
+    let (heads, kv_heads) = (of_q.size()[2], of_k.size()[2]);
+    let grouped = heads != kv_heads;
+    if grouped && !supports_grouped_queries(options, [q, k, v], documents.is_some())? {
+        let [k, v] = [repeat_kv(k, heads)?, repeat_kv(v, heads)?];
         return attend(q, &k, &v, documents, options);
     }
     match (path, documents) {
         (AttentionPath::DenseMask, _) if softcap.is_none() => {
             let mask = additive_mask(q, documents, window)?;
-            heads_first(q, k, v, |q, k, v, grouped| {
+            heads_first(q, k, v, |q, k, v| {
                 let mask = Some(&mask);
                 Ok(Tensor::f_scaled_dot_product_attention(q, k, v, mask, dropout, false, scale, grouped)?)
             })
@@ -147,7 +150,7 @@ fn attend(
         }
         (AttentionPath::Fused, None) => of_one_document(q, k, v, options),
         (AttentionPath::Fused, Some(documents))
-            if q.device().is_cuda() && window.is_none() && softcap.is_none() =>
+            if of_q.device().is_cuda() && window.is_none() && softcap.is_none() =>
         {
             packed_on_cuda(q, k, v, documents, options)
         }
@@ -160,7 +163,7 @@ fn attend(
 fn supports_grouped_queries(options: &AttentionConfig, qkv: [&Tensor; 3], packed: bool) -> Result<bool> {
     let [q, k, v] = qkv;
     Ok(match options.path {
-        AttentionPath::Fused if has_kernel(q, options) => true,
+        AttentionPath::Fused if has_kernel(&TensorLayout::of(q)?, options) => true,
         _ if options.softcap.is_some() => false,
         AttentionPath::Explicit => false,
         AttentionPath::DenseMask => !q.device().is_cuda(),
@@ -184,19 +187,18 @@ fn repeat_kv(x: &Tensor, heads: i64) -> Result<Tensor> {
 
 /// Attention over rows that are one document each, within the window.
 fn of_one_document(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionConfig) -> Result<Tensor> {
-    heads_first(q, k, v, |q, k, v, _| over_window(q, k, v, options))
+    heads_first(q, k, v, |q, k, v| over_window(q, k, v, options))
 }
 
-/// Transposes to heads first, as libtorch's operator expects (the transposes are views), and passes the number of groups.
+/// Transposes to heads first, as libtorch's operator expects (the transposes are views).
 fn heads_first(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    attend: impl FnOnce(&Tensor, &Tensor, &Tensor, bool) -> runtime::Result<Tensor>,
+    attend: impl FnOnce(&Tensor, &Tensor, &Tensor) -> runtime::Result<Tensor>,
 ) -> Result<Tensor> {
-    let grouped = q.size()[2] != k.size()[2];
     let [q, k, v] = [q.f_transpose(1, 2)?, k.f_transpose(1, 2)?, v.f_transpose(1, 2)?];
-    Ok(attend(&q, &k, &v, grouped)?.f_transpose(1, 2)?)
+    Ok(attend(&q, &k, &v)?.f_transpose(1, 2)?)
 }
 
 fn per_document(
@@ -255,31 +257,50 @@ fn low(kind: Kind) -> bool {
     matches!(kind, Kind::Half | Kind::BFloat16)
 }
 
+/// Returns the shape of q.
 fn check(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
     documents: Option<&Documents>,
     options: &AttentionConfig,
-) -> Result<()> {
-    let operation = "attention";
-    let shape = q.size();
-    if shape.len() != 4 {
-        let expected = "[batch, sequence, heads, head]".to_owned();
-        return Err(wrong_shape(operation, "q", shape, expected));
+) -> Result<[i64; 4]> {
+    let layouts = [TensorLayout::of(q)?, TensorLayout::of(k)?, TensorLayout::of(v)?];
+    let size = check_sizes(layouts.each_ref().map(TensorLayout::size), options)?;
+    let Some(ids) = documents.map(Documents::ids) else { return Ok(size) };
+    if ids.size() != size[..2] {
+        let expected = format!("{:?}, the shape of the rows", &size[..2]);
+        return Err(wrong_shape("attention", "document ids", ids.size(), expected));
     }
-    let of_k = k.size();
+    if ids.device() != q.device() {
+        let reason = format!(
+            "the documents are on {:?} and the rows on {:?}; expected one device",
+            ids.device(),
+            q.device()
+        );
+        return Err(Error::invalid("attention", reason));
+    }
+    Ok(size)
+}
+
+/// Returns the shape of q, checked with those of k and v and with the options.
+fn check_sizes([shape, of_k, of_v]: [&[i64]; 3], options: &AttentionConfig) -> Result<[i64; 4]> {
+    let operation = "attention";
+    let &[batch, sequence, heads, head] = shape else {
+        let expected = "[batch, sequence, heads, head]".to_owned();
+        return Err(wrong_shape(operation, "q", shape.to_vec(), expected));
+    };
     let kv_heads = of_k.get(2).copied().unwrap_or(0);
     if of_k.len() != 4 || [of_k[0], of_k[1], of_k[3]] != [shape[0], shape[1], shape[3]] {
         let expected = format!("[{}, {}, heads, {}], as q", shape[0], shape[1], shape[3]);
-        return Err(wrong_shape(operation, "k", of_k, expected));
+        return Err(wrong_shape(operation, "k", of_k.to_vec(), expected));
     }
     if kv_heads < 1 || shape[2] % kv_heads != 0 {
         let reason = format!("{kv_heads} key heads do not divide {} query heads", shape[2]);
         return Err(Error::invalid(operation, reason));
     }
-    if v.size() != of_k {
-        return Err(wrong_shape(operation, "v", v.size(), format!("{of_k:?}, as k")));
+    if of_v != of_k {
+        return Err(wrong_shape(operation, "v", of_v.to_vec(), format!("{of_k:?}, as k")));
     }
     let &AttentionConfig { dropout, scale, window, softcap, .. } = options;
     let refuse = |reason: String| Err(Error::invalid(operation, reason));
@@ -294,18 +315,5 @@ fn check(
             return refuse(format!("the {name} is {number}; expected a finite number above 0"));
         }
     }
-    let Some(ids) = documents.map(Documents::ids) else { return Ok(()) };
-    if ids.size() != shape[..2] {
-        let expected = format!("{:?}, the shape of the rows", &shape[..2]);
-        return Err(wrong_shape(operation, "document ids", ids.size(), expected));
-    }
-    if ids.device() != q.device() {
-        let reason = format!(
-            "the documents are on {:?} and the rows on {:?}; expected one device",
-            ids.device(),
-            q.device()
-        );
-        return Err(Error::invalid(operation, reason));
-    }
-    Ok(())
+    Ok([batch, sequence, heads, head])
 }

@@ -6,6 +6,7 @@
 use std::cell::{Cell, RefCell};
 
 use runtime::ops::TryScalar;
+use runtime::tensor_layout::TensorLayout;
 use tch::{Device, Kind, Tensor};
 
 use crate::attention::{AttentionConfig, cached_attention, has_kernel, over_window};
@@ -299,7 +300,7 @@ impl Extension<'_> {
         let end = self.end();
         let window = options.window.filter(|&window| window < end);
         let whole_rows = *length == 0 && self.cache.tokens.is_none() && self.new > 1;
-        let without_pairs = options.softcap.is_none() || has_kernel(&q, options);
+        let without_pairs = options.softcap.is_none() || has_kernel(&TensorLayout::of(&q)?, options);
         if whole_rows && without_pairs && (window.is_some() || options.softcap.is_some()) {
             // Instead of a mask of every pair, or their scores.
             let [k, v] = [&stored[0], &stored[1]].map(|stored| stored.f_narrow(2, 0, end));

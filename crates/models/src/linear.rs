@@ -1,8 +1,9 @@
 //! Linear projections.
 
 use kernels::linear::linear;
-use kernels::nf4::{self, Scales, is_nf4, matrix_shape};
+use kernels::nf4::{self, Scales, matrix_shape};
 use runtime::precision;
+use runtime::tensor_layout::TensorLayout;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result, wrong_placement, wrong_shape};
@@ -67,14 +68,19 @@ fn quantized([out, inner]: [i64; 2], init: Init, scales: Scales, device: Device)
 
 /// Computes x·Wᵀ + b over the last dimension. Every projection of this crate calls this function.
 pub(crate) fn project(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    let [_, width] = matrix_shape(weight).unwrap_or_default();
-    if x.size().last() != Some(&width) {
+    let (of_x, of_weight) = (TensorLayout::of(x)?, TensorLayout::of(weight)?);
+    let is_quantized = Scales::of(of_weight.kind()).is_some();
+    let [_, width] = match of_weight.size() {
+        &[out, width] if !is_quantized => [out, width],
+        _ => matrix_shape(weight).unwrap_or_default(),
+    };
+    if of_x.size().last() != Some(&width) {
         let expected = format!("[…, {width}]");
         return Err(wrong_shape("linear", "x", x.size(), expected));
     }
     // A mixed-precision policy, if there is one, decides the dtypes.
-    let same_kind = x.kind() == weight.kind() || is_nf4(weight) || precision::current().is_some();
-    if !same_kind || x.device() != weight.device() {
+    let same_kind = of_x.kind() == of_weight.kind() || is_quantized || precision::is_set();
+    if !same_kind || of_x.device() != of_weight.device() {
         return Err(wrong_placement(
             "linear",
             "x",

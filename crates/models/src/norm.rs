@@ -3,6 +3,7 @@
 use kernels::norm::{Keep, Options, layer_norm, rms_norm};
 use runtime::ops::TryScalar;
 use runtime::precision;
+use runtime::tensor_layout::TensorLayout;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Result, wrong_shape};
@@ -50,13 +51,13 @@ impl LayerNorm {
     /// # Errors
     /// Another width or dtype.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        check("layer norm", x, &self.weight)?;
+        let kind = check("layer norm", x, &self.weight)?;
         if self.kernel == NormKernel::Libtorch {
-            let x = x.f_to_kind(precision::widened_kind(x.kind()))?;
+            let x = x.f_to_kind(precision::widened_kind(kind))?;
             let (width, weight, bias) = ([self.weight.numel() as i64], Some(&self.weight), Some(&self.bias));
             return Ok(x.f_layer_norm(width, weight, bias, self.eps, false)?);
         }
-        layer_norm(x, Some(&self.weight), Some(&self.bias), options(x, self.eps))
+        layer_norm(x, Some(&self.weight), Some(&self.bias), options(kind, self.eps))
     }
 }
 
@@ -94,27 +95,29 @@ impl RmsNorm {
     /// # Errors
     /// Another width or dtype.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        check("RMS norm", x, &self.weight)?;
+        let kind = check("RMS norm", x, &self.weight)?;
         if self.offset == 0.0 {
-            return rms_norm(x, Some(&self.weight), options(x, self.eps));
+            return rms_norm(x, Some(&self.weight), options(kind, self.eps));
         }
         let wide = if self.weight.kind() == Kind::Double { Kind::Double } else { Kind::Float };
         let weight = self.weight.f_to_kind(wide)?.try_add_scalar(self.offset)?;
-        rms_norm(x, Some(&weight), options(x, self.eps))
+        rms_norm(x, Some(&weight), options(kind, self.eps))
     }
 }
 
 /// Keeps the output if the next product keeps it too, so that the residual stream is freed. Under a policy that makes the
 /// product keep another copy, the narrower input is kept.
-fn options(x: &Tensor, eps: f64) -> Options {
-    let output = precision::widened_kind(x.kind());
-    let keep = if precision::current().is_none() { Keep::Output } else { Keep::Input };
+fn options(kind: Kind, eps: f64) -> Options {
+    let output = precision::widened_kind(kind);
+    let keep = if precision::is_set() { Keep::Input } else { Keep::Output };
     Options { eps, keep, output: Some(output) }
 }
 
-fn check(operation: &'static str, x: &Tensor, weight: &Tensor) -> Result<()> {
-    if x.size().last() == weight.size().first() {
-        return Ok(());
+/// Returns the dtype of x.
+fn check(operation: &'static str, x: &Tensor, weight: &Tensor) -> Result<Kind> {
+    let (layout, of_weight) = (TensorLayout::of(x)?, TensorLayout::of(weight)?);
+    if layout.size().last() == of_weight.size().first() {
+        return Ok(layout.kind());
     }
     let expected = format!("[…, {}]", weight.numel());
     Err(wrong_shape(operation, "x", x.size(), expected))

@@ -14,9 +14,11 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+#include <memory>
 #include <mutex>
 #include <optional>
-#include <unordered_map>
+#include <string_view>
 #include <unordered_set>
 
 using at::Tensor;
@@ -38,40 +40,80 @@ uint32_t version_of(const Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference() ? static_cast<uint32_t>(tensor._version()) : 0;
 }
 
+bool is_among(const Tensor* const* tensors, size_t count, const at::TensorImpl* impl) {
+  return std::any_of(tensors, tensors + count, [&](const Tensor* tensor) { return tensor->unsafeGetTensorImpl() == impl; });
+}
+
+// Few functions have more saved tensors, inputs or outputs; the lists of those that have are on the heap.
+using SavedList = c10::SmallVector<Tensor, 8>;
+constexpr unsigned kInputs = 8;
+constexpr unsigned kOutputs = 4;
+
+using Outputs = c10::SmallVector<std::optional<Tensor>, kOutputs>;
+
 // For each output a tensor that only the node connects to the graph.
 struct OwnOutputs {
-  std::vector<Tensor> tensors;
-  // From a tensor without history that the function returned, to the index of the first output with it.
-  std::unordered_map<at::TensorImpl*, size_t> fresh;
+  Outputs tensors;
+  // Of each output that is returned for the first time and has no history, what the function returned; null for the others.
+  c10::SmallVector<at::TensorImpl*, kOutputs> fresh;
 };
 
 // Connecting a tensor to the node changes it: it gets another history, or loses its own. So a tensor that other code also holds
 // is connected through an alias: an input, a captured tensor with history (a view, so that an in-place change of it is refused),
 // one without history that other code still holds, and an output that is returned twice.
 OwnOutputs own_outputs(const Tensor* const* inputs, size_t input_count, const Tensor* const* outputs, size_t output_count,
-                       const uint8_t* differentiable, const Tensor* const* saved, size_t saved_count) {
-  std::unordered_set<at::TensorImpl*> of_inputs;
-  for (size_t i = 0; i < input_count; i++) of_inputs.insert(inputs[i]->unsafeGetTensorImpl());
-  // Handles of the caller of this function; other code has the rest.
-  std::unordered_map<at::TensorImpl*, size_t> handles;
-  for (size_t i = 0; i < output_count; i++) handles[outputs[i]->unsafeGetTensorImpl()]++;
-  for (size_t i = 0; i < saved_count; i++) handles[saved[i]->unsafeGetTensorImpl()]++;
+                       const bool* differentiable, const SavedList& saved) {
   OwnOutputs own;
   for (size_t i = 0; i < output_count; i++) {
     const Tensor& output = *outputs[i];
     auto* impl = output.unsafeGetTensorImpl();
+    own.fresh.push_back(nullptr);
     if (!output.defined()) {
-      own.tensors.push_back(output);
-    } else if (of_inputs.count(impl) != 0 || output.requires_grad()) {
+      own.tensors.emplace_back(output);
+    } else if (is_among(inputs, input_count, impl) || output.requires_grad()) {
       const at::AutoGradMode no_grad(false);
-      own.tensors.push_back(differentiable[i] ? output.view_as(output) : output.detach());
+      own.tensors.emplace_back(differentiable[i] ? output.view_as(output) : output.detach());
     } else {
-      const bool shared = output.use_count() > handles[impl];
-      const bool again = !own.fresh.emplace(impl, i).second;
-      own.tensors.push_back(shared || again ? output.detach() : output);
+      // Handles of the function; other code has the rest.
+      const auto is_same = [&](const Tensor& tensor) { return tensor.unsafeGetTensorImpl() == impl; };
+      size_t handles = std::count_if(saved.begin(), saved.end(), is_same);
+      for (size_t j = 0; j < output_count; j++) handles += is_same(*outputs[j]);
+      const bool shared = static_cast<size_t>(output.use_count()) > handles;
+      const bool again = is_among(outputs, i, impl);
+      if (!again) own.fresh[i] = impl;
+      own.tensors.emplace_back(shared || again ? output.detach() : output);
     }
   }
   return own;
+}
+
+// Connects tensors that no other code holds to the node. Returns false, with nothing changed, for those with rules of their own: views, and
+// outputs without a gradient.
+bool connect(const NodePointer<torch::autograd::Node>& node, const OwnOutputs& own, const bool* differentiable) {
+  for (size_t i = 0; i < own.tensors.size(); i++) {
+    const Tensor& tensor = *own.tensors[i];
+    const bool plain = tensor.defined() && differentiable[i] && !tensor.is_view() && !tensor.requires_grad() &&
+                       torch::autograd::isDifferentiableType(tensor.scalar_type());
+    if (!plain) return false;
+  }
+  for (const auto& tensor : own.tensors) torch::autograd::set_history(*tensor, node);
+  return true;
+}
+
+// Connects outputs of any kind, as libtorch's own custom functions do.
+Outputs wrapped(const NodePointer<torch::autograd::Node>& node, const variable_list& inputs, const OwnOutputs& own,
+                const bool* differentiable) {
+  std::unordered_set<at::TensorImpl*> non_differentiable;
+  for (size_t i = 0; i < own.tensors.size(); i++) {
+    if (!differentiable[i]) non_differentiable.insert(own.tensors[i]->unsafeGetTensorImpl());
+  }
+  auto no_forward_mode = [](variable_list, variable_list) -> variable_list {
+    throw RustFailure("forward-mode differentiation of a custom function is not supported");
+  };
+  auto view_as_self = [](Tensor tensor) { return tensor.view_as(tensor); };
+  auto results = torch::autograd::_wrap_outputs(inputs, non_differentiable, {}, own.tensors, node, no_forward_mode, {},
+                                                view_as_self, false);
+  return Outputs(results.begin(), results.end());
 }
 
 // Calls Rust after a backward has added to a leaf's gradient.
@@ -95,10 +137,10 @@ struct GradientHook : torch::autograd::PostAccumulateGradHook {
 // the engine releases the graph. `state_` is a shared pointer, so that a release on one thread does not free it while another
 // thread runs backward.
 struct RustNode : public torch::autograd::Node {
-  RustNode(torch::autograd::edge_list&& edges, std::string name, size_t inputs)
-      : Node(std::move(edges)), name_(std::move(name)), inputs_(inputs) {}
+  RustNode(torch::autograd::edge_list&& edges, std::string_view name, size_t inputs)
+      : Node(std::move(edges)), name_(name), inputs_(inputs) {}
 
-  std::string name() const override { return name_; }
+  std::string name() const override { return std::string(name_); }
 
   void release_variables() override {
     std::shared_ptr<void> dropped;  // destroyed after the lock is released: the drop runs a user's code
@@ -114,11 +156,11 @@ struct RustNode : public torch::autograd::Node {
     std::optional<Running> running;
     std::shared_ptr<void> state, dropped;
     std::vector<SavedVariable> saved_variables;
-    variable_list saved;
+    SavedList saved;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       if (released_) {
-        throw RustFailure("backward through `" + name_ +
+        throw RustFailure("backward through `" + name() +
                           "` a second time, after its saved tensors were freed; pass retain_graph to the first backward");
       }
       state = state_;
@@ -134,8 +176,10 @@ struct RustNode : public torch::autograd::Node {
     }
     saved_variables.clear();
 
-    std::vector<Tensor*> grads_in, saved_in, grads_out(inputs_, nullptr);
-    std::vector<uint8_t> needed(inputs_);
+    c10::SmallVector<Tensor*, kOutputs> grads_in;
+    c10::SmallVector<Tensor*, 8> saved_in;
+    c10::SmallVector<Tensor*, kInputs> grads_out(inputs_, nullptr);
+    c10::SmallVector<bool, kInputs> needed(inputs_, false);
     for (size_t i = 0; i < inputs_; i++) needed[i] = task_should_compute_output(i);
     // The edges that a second derivative would pass through, taken before the gradients are moved.
     auto upstream = create_graph && !twice_differentiable_ ? torch::autograd::collect_next_edges(grads)
@@ -161,16 +205,15 @@ struct RustNode : public torch::autograd::Node {
         delete pointer;
       }
     }
-    throw_on_failure(status, "backward of `" + name_ + "`");
+    if (status != nullptr) throw_on_failure(status, "backward of `" + name() + "`");
     if (create_graph && !twice_differentiable_) fail_on_second_derivative(result, std::move(upstream));
     return result;
   }
 
-  std::string name_;
+  // Of Rust, static.
+  std::string_view name_;
   size_t inputs_;
   bool twice_differentiable_ = false;
-  // Versions of the inputs before forward ran.
-  std::vector<uint32_t> versions_;
   rt_backward backward_ = nullptr;
   std::shared_ptr<void> state_;
   std::vector<SavedVariable> saved_;
@@ -199,7 +242,7 @@ struct RustNode : public torch::autograd::Node {
     auto edges = next_edges();
     edges.insert(edges.end(), upstream.begin(), upstream.end());
     NodePointer<Node> error =
-        make_node<torch::autograd::Error>("the backward of `" + name_ + "` is not differentiable, so a second derivative "
+        make_node<torch::autograd::Error>("the backward of `" + name() + "` is not differentiable, so a second derivative "
                                           "through it does not exist; declare TWICE_DIFFERENTIABLE where its backward "
                                           "uses differentiable operators only",
                                           std::move(edges));
@@ -219,6 +262,9 @@ struct RustNode : public torch::autograd::Node {
 
 struct rt_node {
   NodePointer<RustNode> node;
+  // Versions of the inputs before forward ran.
+  c10::SmallVector<uint32_t, kInputs> versions;
+  SavedList saved;
 };
 
 extern "C" {
@@ -234,78 +280,75 @@ rt_status rt_grad_mode_set(int enabled, int* previous) {
   });
 }
 
-rt_status rt_node_new(const char* name, const Tensor* const* inputs, size_t input_count, int always, uint8_t* needs_grad,
-                      rt_node** out) {
+rt_status rt_node_begin(const char* name, size_t name_size, const Tensor* const* inputs, size_t input_count, int always,
+                        bool* needs_grad, int* recording, rt_node** out) {
   return guard([&] {
-    const auto list = copy_list(inputs, input_count);
-    const bool recording = at::GradMode::is_enabled();
+    *recording = at::GradMode::is_enabled();
+    *out = nullptr;
     bool any = always != 0;
     for (size_t i = 0; i < input_count; i++) {
-      needs_grad[i] = recording && list[i].defined() && list[i].requires_grad();
+      needs_grad[i] = *recording && inputs[i]->defined() && inputs[i]->requires_grad();
       any = any || needs_grad[i];
     }
-    if (!recording || !any) {
-      *out = nullptr;
-      return;
+    if (*recording && any) {
+      auto made = std::make_unique<rt_node>();
+      torch::autograd::edge_list edges;
+      edges.reserve(input_count);
+      for (size_t i = 0; i < input_count; i++) {
+        edges.push_back(inputs[i]->defined() ? torch::autograd::impl::gradient_edge(*inputs[i]) : torch::autograd::Edge());
+        made->versions.push_back(version_of(*inputs[i]));
+      }
+      made->node = make_node<RustNode>(std::move(edges), std::string_view(name, name_size), input_count);
+      *out = made.release();
     }
-    auto node = make_node<RustNode>(torch::autograd::collect_next_edges(list), name, input_count);
-    for (const auto& input : list) node->versions_.push_back(version_of(input));
-    *out = new rt_node{std::move(node)};
+    at::GradMode::set_enabled(false);
   });
 }
 
+void rt_node_save(rt_node* node, const Tensor* tensor) { node->saved.push_back(*tensor); }
+
 void rt_node_free(rt_node* node) { delete node; }
 
-rt_status rt_node_attach(rt_node* handle, const Tensor* const* inputs, size_t input_count, const Tensor* const* outputs,
-                         size_t output_count, const uint8_t* differentiable, const Tensor* const* saved,
-                         size_t saved_count, int twice_differentiable, rt_backward backward, rt_drop drop, void* state,
-                         Tensor** wrapped) {
+rt_status rt_node_attach(rt_node* handle, const Tensor* const* inputs, size_t input_count, Tensor* const* outputs,
+                         size_t output_count, const bool* differentiable, int twice_differentiable, rt_backward backward,
+                         rt_drop drop, void* state) {
+  at::GradMode::set_enabled(true);
+  const std::unique_ptr<rt_node> taken(handle);
   // Takes the state, whatever fails below.
   std::shared_ptr<void> owned;
   rt_status status = guard([&] { owned = std::shared_ptr<void>(state, drop); });
   if (status != nullptr) return status;
   return guard([&] {
-    auto& node = handle->node;
+    auto& node = taken->node;
     for (size_t i = 0; i < input_count; i++) {
-      if (version_of(*inputs[i]) != node->versions_[i]) {
-        throw RustFailure("forward of `" + node->name_ + "` changed input " + std::to_string(i) +
+      if (version_of(*inputs[i]) != taken->versions[i]) {
+        throw RustFailure("forward of `" + node->name() + "` changed input " + std::to_string(i) +
                           " in place; work on a copy of it");
       }
     }
     node->state_ = std::move(owned);
     node->backward_ = backward;
     node->twice_differentiable_ = twice_differentiable != 0;
-    const auto own = own_outputs(inputs, input_count, outputs, output_count, differentiable, saved, saved_count);
-    std::unordered_set<at::TensorImpl*> non_differentiable;
-    std::vector<std::optional<Tensor>> raw;
-    for (size_t i = 0; i < output_count; i++) {
-      raw.emplace_back(own.tensors[i]);
-      if (!differentiable[i]) non_differentiable.insert(own.tensors[i].unsafeGetTensorImpl());
-    }
-    auto no_forward_mode = [](variable_list, variable_list) -> variable_list {
-      throw RustFailure("forward-mode differentiation of a custom function is not supported");
-    };
-    auto view_as_self = [](Tensor tensor) { return tensor.view_as(tensor); };
-    auto results = torch::autograd::_wrap_outputs(copy_list(inputs, input_count), non_differentiable, {}, raw, node,
-                                                  no_forward_mode, {}, view_as_self, false);
-    std::vector<Tensor> tensors;
-    for (auto& result : results) tensors.push_back(result.value());
-    std::unordered_set<at::TensorImpl*> of_inputs;
-    for (size_t i = 0; i < input_count; i++) of_inputs.insert(inputs[i]->unsafeGetTensorImpl());
-    for (size_t i = 0; i < saved_count; i++) {
-      auto* impl = saved[i]->unsafeGetTensorImpl();
-      if (of_inputs.count(impl) != 0) {
-        node->saved_.emplace_back(*saved[i], /*is_output=*/false);
-      } else if (const auto output = own.fresh.find(impl); output != own.fresh.end()) {
-        const Tensor& connected = tensors[output->second];
+    const auto own = own_outputs(inputs, input_count, outputs, output_count, differentiable, taken->saved);
+    const auto results = connect(node, own, differentiable)
+        ? own.tensors
+        : wrapped(node, copy_list(inputs, input_count), own, differentiable);
+    node->saved_.reserve(taken->saved.size());
+    for (const Tensor& saved : taken->saved) {
+      auto* impl = saved.unsafeGetTensorImpl();
+      const auto output = std::find(own.fresh.begin(), own.fresh.end(), impl);
+      if (is_among(inputs, input_count, impl)) {
+        node->saved_.emplace_back(saved, /*is_output=*/false);
+      } else if (output != own.fresh.end()) {
+        const Tensor& connected = *results[output - own.fresh.begin()];
         node->saved_.emplace_back(connected, connected.grad_fn().get() == node.get());
       } else {
         // An intermediate has no history. It is detached, because a view of an output would keep the output, and with it this
         // node, alive; the version counter stays shared.
-        node->saved_.emplace_back(saved[i]->detach(), /*is_output=*/false);
+        node->saved_.emplace_back(saved.detach(), /*is_output=*/false);
       }
     }
-    for (size_t i = 0; i < output_count; i++) wrapped[i] = new Tensor(std::move(tensors[i]));
+    for (size_t i = 0; i < output_count; i++) *outputs[i] = *results[i];
   });
 }
 
@@ -331,6 +374,21 @@ rt_status rt_grad_run(const Tensor* const* outputs, const Tensor* const* grads, 
 // Replaces the `.grad` of `leaf` (both borrowed); a null `grad` removes it.
 rt_status rt_set_grad(const Tensor* leaf, const Tensor* grad) {
   return guard([&] { leaf->mutable_grad() = grad == nullptr ? Tensor() : *grad; });
+}
+
+rt_status rt_gradients(const Tensor* const* leaves, size_t count, Tensor** grads) {
+  return guard([&] {
+    for (size_t i = 0; i < count; i++) {
+      const Tensor& grad = leaves[i]->grad();
+      grads[i] = grad.defined() ? new Tensor(grad) : nullptr;
+    }
+  });
+}
+
+rt_status rt_clear_gradients(const Tensor* const* leaves, size_t count) {
+  return guard([&] {
+    for (size_t i = 0; i < count; i++) leaves[i]->mutable_grad() = Tensor();
+  });
 }
 
 rt_status rt_at_end_of_backward(void* context, rt_status (*run)(void*), void (*release)(void*)) {

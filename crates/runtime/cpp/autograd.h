@@ -12,7 +12,7 @@ extern "C" {
 // C++ takes, also when it fails. `keep_saved`: another backward, running or later, needs the saved tensors. `create_graph`: a second
 // derivative is requested.
 typedef rt_status (*rt_backward)(void* state, at::Tensor** grads, size_t grad_count, at::Tensor** saved,
-                                 size_t saved_count, const uint8_t* needed, at::Tensor** out, size_t out_count,
+                                 size_t saved_count, const bool* needed, at::Tensor** out, size_t out_count,
                                  int keep_saved, int create_graph);
 // Drops a Rust state. `state` is taken. Does not unwind.
 typedef void (*rt_drop)(void* state);
@@ -21,19 +21,21 @@ typedef void (*rt_drop)(void* state);
 rt_status rt_grad_mode(int* enabled);
 rt_status rt_grad_mode_set(int enabled, int* previous);
 
-// Makes a node over the inputs with their current versions, and returns which of them need a gradient. `out` is NULL when gradients
-// are not recorded, or when no input needs one and `always` is 0. The caller owns `out` and frees it with
-// rt_node_free; after rt_node_attach the outputs keep the node alive.
-rt_status rt_node_new(const char* name, const at::Tensor* const* inputs, size_t input_count, int always,
-                      uint8_t* needs_grad, rt_node** out);
+// Begins a function's forward: returns which inputs need a gradient and whether this thread recorded gradients, makes a node over the
+// inputs with their current versions, and turns the recording off. `out` is NULL when gradients were not recorded, or when no input
+// needs one and `always` is 0: then the caller restores the recording. `name` (`name_size` bytes) outlives the node. The caller owns `out`
+// and gives it to rt_node_attach, or to rt_node_free without outputs.
+rt_status rt_node_begin(const char* name, size_t name_size, const at::Tensor* const* inputs, size_t input_count, int always,
+                        bool* needs_grad, int* recording, rt_node** out);
+// Keeps a reference to `tensor` (borrowed) for backward.
+void rt_node_save(rt_node* node, const at::Tensor* tensor);
 void rt_node_free(rt_node* node);
 
-// Gives the node its outputs, saved tensors and state. All tensors are borrowed; `state` is taken in every case, also
-// on failure; `wrapped` receives `output_count` tensors that the caller owns.
-rt_status rt_node_attach(rt_node* node, const at::Tensor* const* inputs, size_t input_count,
-                         const at::Tensor* const* outputs, size_t output_count, const uint8_t* differentiable,
-                         const at::Tensor* const* saved, size_t saved_count, int twice_differentiable,
-                         rt_backward backward, rt_drop drop, void* state, at::Tensor** wrapped);
+// Turns the recording of gradients on, and gives the node its outputs and state. `node` and `state` are taken in every case, also on
+// failure; the inputs are borrowed; each of `outputs` is replaced by the tensor that is connected to the node, which it keeps alive.
+rt_status rt_node_attach(rt_node* node, const at::Tensor* const* inputs, size_t input_count, at::Tensor* const* outputs,
+                         size_t output_count, const bool* differentiable, int twice_differentiable, rt_backward backward,
+                         rt_drop drop, void* state);
 
 // Accumulates gradients into leaves. All tensors are borrowed; an entry of `grads` may be NULL for a scalar output;
 // no `inputs` means every leaf.
@@ -45,6 +47,11 @@ rt_status rt_backward_run(const at::Tensor* const* outputs, const at::Tensor* co
 rt_status rt_grad_run(const at::Tensor* const* outputs, const at::Tensor* const* grads, size_t output_count,
                       const at::Tensor* const* inputs, size_t input_count, int retain_graph, int create_graph,
                       at::Tensor** result);
+
+// The `.grad` of each leaf, NULL where it has none. The leaves are borrowed; `grads` receives `count` tensors that the caller owns.
+rt_status rt_gradients(const at::Tensor* const* leaves, size_t count, at::Tensor** grads);
+// Removes the `.grad` of each leaf.
+rt_status rt_clear_gradients(const at::Tensor* const* leaves, size_t count);
 
 // Runs `run(context)` once, when the backward that is running on this thread has computed all gradients and before it returns; its
 // failure becomes that backward's. `context` is taken, also on failure, and given to `release` once, whether `run` ran or not. Outside

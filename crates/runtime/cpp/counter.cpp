@@ -7,6 +7,7 @@
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <unordered_map>
@@ -25,6 +26,9 @@ struct rt_row {
 };
 // `name` has `size` bytes and is valid during the call.
 typedef rt_status (*rt_visit_row)(void* context, const char* name, size_t size, const rt_row* row);
+
+// How many counters run. Rust reads it, so that a kernel without a counter makes no call.
+std::atomic<size_t> rt_running_counters{0};
 }
 
 // The rows of a counter. With a marker, a thread-local callback without effect, it counts only threads that have this marker:
@@ -39,8 +43,6 @@ namespace {
 std::mutex registry_mutex;
 std::vector<std::shared_ptr<rt_counter>> registry;
 at::CallbackHandle callback_handle = at::INVALID_CALLBACK_HANDLE;
-std::atomic<size_t> running_counters{0};
-
 thread_local int recompute_depth = 0;
 
 struct Frame : at::ObserverContext {
@@ -158,7 +160,7 @@ rt_status rt_counter_start(int this_thread, std::shared_ptr<rt_counter>** counte
     }
     std::lock_guard<std::mutex> lock(registry_mutex);
     registry.push_back(*made);
-    if (running_counters.fetch_add(1) == 0) {
+    if (rt_running_counters.fetch_add(1) == 0) {
       callback_handle = at::addGlobalCallback(at::RecordFunctionCallback(on_start, on_end)
                                                   .needsInputs(true)
                                                   .needsOutputs(true)
@@ -175,7 +177,7 @@ rt_status rt_counter_stop(std::shared_ptr<rt_counter>* counter) {
     if ((*taken)->marker != at::INVALID_CALLBACK_HANDLE) at::removeCallback((*taken)->marker);
     std::lock_guard<std::mutex> lock(registry_mutex);
     registry.erase(std::find(registry.begin(), registry.end(), *taken));
-    if (running_counters.fetch_sub(1) == 1) at::removeCallback(callback_handle);
+    if (rt_running_counters.fetch_sub(1) == 1) at::removeCallback(callback_handle);
   });
 }
 
@@ -194,7 +196,6 @@ rt_status rt_counter_rows(const std::shared_ptr<rt_counter>* counter, rt_visit_r
 // Adds work outside of the dispatcher, as one call of `name` (`size` bytes of UTF-8, borrowed).
 rt_status rt_counter_record(const char* name, size_t size, uint64_t dense, uint64_t causal, uint64_t bytes) {
   return guard([&] {
-    if (running_counters.load(std::memory_order_relaxed) == 0) return;
     commit(std::string(name, size), Flops{dense, causal}, bytes, false);
   });
 }

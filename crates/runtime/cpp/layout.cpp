@@ -1,6 +1,8 @@
 // What kernels in Rust check of a tensor before they touch its memory, in one call.
 #include "guard.h"
 
+#include <ATen/core/grad_mode.h>
+
 namespace {
 constexpr int64_t kLayoutDims = 8;
 // As `Raw` in src/sys/layout.rs.
@@ -13,12 +15,20 @@ struct TensorLayout {
   int8_t kind;
   uint8_t flags;
 };
-constexpr uint8_t kStrided = 1, kNegated = 2, kContiguous = 4, kMemory = 8, kOtherDevice = 16;
+constexpr uint8_t kStrided = 1, kNegated = 2, kContiguous = 4, kMemory = 8, kOtherDevice = 16, kRecorded = 32,
+                  kSoleOwner = 64;
+
+// Whether no other code can access the memory of the tensor: this is the only handle of it, its storage has no other tensor, and it
+// requires no gradient. A saved variable or a view of it would be counted.
+bool is_sole_owner(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.has_storage() && tensor.use_count() == 1 && tensor.storage().use_count() == 1 &&
+         !tensor.requires_grad();
+}
 }  // namespace
 
 extern "C" {
 // Describes `tensor` (borrowed): the number of dimensions, sizes and strides of the first eight, the address range of its elements (zero without
-// elements), its dtype, and its device: the index of a CUDA device, or -1. A tensor that is not defined has the dtype -1.
+// elements), its dtype, its device (the index of a CUDA device, or -1), and the flags above. A tensor that is not defined has the dtype -1.
 rt_status rt_layout(const at::Tensor* tensor, TensorLayout* out) {
   return guard([&] {
     TensorLayout layout{};
@@ -33,6 +43,8 @@ rt_status rt_layout(const at::Tensor* tensor, TensorLayout* out) {
       layout.dims = static_cast<int32_t>(dims);
       for (int64_t i = 0; i < dims && i < kLayoutDims; i++) layout.sizes[i] = tensor->size(i);
       if (tensor->is_neg()) layout.flags |= kNegated;
+      if (at::GradMode::is_enabled() && tensor->requires_grad()) layout.flags |= kRecorded;
+      if (is_sole_owner(*tensor)) layout.flags |= kSoleOwner;
       if (tensor->layout() == c10::kStrided) {
         layout.flags |= kStrided;
         int64_t last = 0;

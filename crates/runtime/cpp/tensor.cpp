@@ -5,6 +5,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/mm.h>
 #include <c10/core/Storage.h>
 #include <memory>
 
@@ -51,6 +52,26 @@ rt_status rt_tensor_over(void* memory, const int64_t* shape, size_t dims, const 
   });
 }
 
+// Computes out = a·b, or out += a·b; all three borrowed.
+rt_status rt_mm(const at::Tensor* out, const at::Tensor* a, const at::Tensor* b, int accumulate) {
+  return guard([&] {
+    at::Tensor target = *out;
+    if (accumulate != 0) {
+      target.addmm_(*a, *b);
+    } else {
+      at::mm_out(target, *a, *b);
+    }
+  });
+}
+
+// Multiplies the elements of `tensor` (borrowed) by a number.
+rt_status rt_scale(const at::Tensor* tensor, double factor) {
+  return guard([&] {
+    at::Tensor target = *tensor;
+    target.mul_(factor);
+  });
+}
+
 // Counts one in-place change of `tensor` (borrowed), so that a graph which saved it refuses to use it.
 rt_status rt_bump_version(const at::Tensor* tensor) {
   return guard([&] { tensor->unsafeGetTensorImpl()->bump_version(); });
@@ -73,13 +94,9 @@ rt_status rt_identity(const at::Tensor* tensor, uintptr_t* identity) {
   return guard([&] { *identity = reinterpret_cast<uintptr_t>(tensor->unsafeGetTensorImpl()); });
 }
 
-// 1 if no other code can access the memory of `tensor` (borrowed): this is the only handle of the tensor, its storage has no other
-// tensor, and it requires no gradient. A saved variable or a view of it would be counted.
+// 1 if no other code can access the memory of `tensor` (borrowed): see layout.cpp.
 rt_status rt_is_sole_owner(const at::Tensor* tensor, int* sole) {
-  return guard([&] {
-    *sole = tensor->defined() && tensor->has_storage() && tensor->use_count() == 1 && tensor->storage().use_count() == 1 &&
-            !tensor->requires_grad();
-  });
+  return guard([&] { *sole = is_sole_owner(*tensor); });
 }
 
 // How many handles `tensor` (borrowed) has: those of callers, of graphs, and this one. Views of its memory are other tensors.

@@ -58,7 +58,7 @@ mod settings;
 mod thread_local_state;
 
 pub use checkpoint::{Checkpoint, checkpoint};
-pub use engine::{GradMode, Keep, backward, backward_with, grad, set_grad};
+pub use engine::{GradMode, Keep, backward, backward_with, clear_gradients, grad, gradients, set_grad};
 pub use function::{Backward, Forward, Function, apply, apply_always, apply_any};
 pub use gradcheck::{GradcheckConfig, GradcheckReport, gradcheck};
 pub use gradient_hook::{GradientHook, mark_written};

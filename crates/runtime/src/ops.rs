@@ -71,6 +71,22 @@ pub fn tensors<const N: usize>(results: Vec<Value>) -> Result<[Tensor; N]> {
     })
 }
 
+/// Computes `out = a·b`, or with `accumulate` `out += a·b`, by libtorch's operator (`mm.out`, `addmm_`), which allocates nothing.
+///
+/// # Errors
+/// Errors of libtorch: shapes, dtypes or devices that do not match.
+pub fn mm_out(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
+    crate::sys::tensor::mm(out, a, b, accumulate)
+}
+
+/// Multiplies the elements of a tensor by a number, in place.
+///
+/// # Errors
+/// Errors of libtorch: a leaf that requires a gradient, while gradients are recorded.
+pub fn scale_(tensor: &mut Tensor, factor: f64) -> Result<()> {
+    crate::sys::tensor::scale(tensor, factor)
+}
+
 /// Copies the elements of a real tensor to the host, in fp64. This waits for the device; concatenate several tensors first to wait
 /// only once.
 ///

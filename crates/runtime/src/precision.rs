@@ -116,6 +116,11 @@ thread_local! {
     static CURRENT: RefCell<Option<Arc<dyn Policy>>> = const { RefCell::new(None) };
 }
 
+/// Returns whether this thread has a policy.
+pub fn is_set() -> bool {
+    CURRENT.with_borrow(Option::is_some)
+}
+
 /// Returns this thread's policy.
 pub fn current() -> Option<Arc<dyn Policy>> {
     CURRENT.with_borrow(Clone::clone)

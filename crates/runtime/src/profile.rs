@@ -32,7 +32,7 @@ mod counts;
 mod range;
 mod trace;
 
-pub use counter::{Counter, Recompute, flops_of, recompute, record_external};
+pub use counter::{Counter, Recompute, flops_of, is_counting, recompute, record_external};
 pub use counts::{Counts, Flops, OpCounts, Work};
 pub use range::{Range, kernel, range};
 pub use trace::{Trace, TraceConfig};

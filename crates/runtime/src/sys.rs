@@ -22,6 +22,7 @@ use std::any::Any;
 use std::ffi::{CStr, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
+use smallvec::SmallVec;
 use tch::Tensor;
 use torch_sys::C_tensor;
 
@@ -42,6 +43,7 @@ pub(crate) mod kernel_caches;
 pub mod layout;
 pub(crate) mod memory;
 pub(crate) mod ops;
+pub(crate) mod optimizer;
 pub mod parallel;
 pub(crate) mod profile;
 pub(crate) mod random;
@@ -116,7 +118,7 @@ pub(crate) fn torch_version() -> &'static str {
 }
 
 /// Returns borrowed pointers to tensors, for a call that only reads the tensor objects.
-pub(crate) fn pointers(tensors: &[impl std::borrow::Borrow<Tensor>]) -> Vec<*const C_tensor> {
+pub(crate) fn pointers(tensors: &[impl std::borrow::Borrow<Tensor>]) -> SmallVec<[*const C_tensor; 8]> {
     tensors.iter().map(|tensor| tensor.borrow().as_ptr()).collect()
 }
 

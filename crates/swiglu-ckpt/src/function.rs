@@ -188,8 +188,14 @@ struct Activations {
 }
 
 impl Function for Swiglu {
-    fn name(&self) -> String {
-        format!("swiglu {}", self.plan.level)
+    fn name(&self) -> &'static str {
+        match self.plan.level {
+            CheckpointLevel::SaveAll => "swiglu save-all",
+            CheckpointLevel::SaveGateUp => "swiglu save-gate-up",
+            CheckpointLevel::SaveOne => "swiglu save-one",
+            CheckpointLevel::InputOnly => "swiglu input-only",
+            CheckpointLevel::InputOnlyTiled { .. } => "swiglu input-only-tiled",
+        }
     }
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {

@@ -120,11 +120,12 @@ fn rows(x: &Tensor) -> runtime::Result<Tensor> {
 }
 
 impl Function for FeedForward {
-    fn name(&self) -> String {
-        format!(
-            "feed-forward, {}",
-            if self.keeps_product { "keeping the first product" } else { "keeping the input" }
-        )
+    fn name(&self) -> &'static str {
+        if self.keeps_product {
+            "feed-forward, keeping the first product"
+        } else {
+            "feed-forward, keeping the input"
+        }
     }
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {

@@ -18,8 +18,9 @@ use backward::{Gradients, Keys, Parts};
 use block::{BLOCK, Heads};
 use half::{bf16, f16};
 use runtime::parallel;
-use runtime::tensor_memory::bump_version;
+use runtime::tensor_layout::TensorLayout;
 use runtime::{Error, Result};
+use smallvec::SmallVec;
 use tch::{Device, Kind, Tensor};
 
 use crate::operands::{Access, Operands};
@@ -73,6 +74,8 @@ impl Pass {
 
 /// The tensors of attention: q, o `[batch, heads, tokens, head]`, k, v `[batch, kv_heads, tokens, head]`, of one dtype.
 pub(crate) struct Tensors<'a> {
+    /// The width of the heads, if all are `[batch, tokens, heads·head]`.
+    pub(crate) joint: Option<i64>,
     pub(crate) q: &'a Tensor,
     pub(crate) k: &'a Tensor,
     pub(crate) v: &'a Tensor,
@@ -100,26 +103,24 @@ pub(crate) fn compute_kind(kind: Kind) -> Option<Kind> {
     }
 }
 
-/// Computes `o` and `log_sums`.
+/// Computes `o` and `log_sums`, which are new: nothing else has seen them.
 ///
 /// # Errors
 /// Shapes, dtypes or strides that do not fit.
 pub(crate) fn forward(tensors: &Tensors<'_>, scores: Scores) -> Result<()> {
     let mut operands = Operands::new(NAME, Device::Cpu);
-    let (pass, batch) = pass(&mut operands, tensors, scores, Access::Write)?;
+    let Checked { pass, batch, kind, is_empty, .. } = check(&mut operands, tensors, scores, Access::Write)?;
     operands.check()?;
-    if tensors.o.numel() == 0 {
+    if is_empty {
         return Ok(());
     }
-    let run = match tensors.q.kind() {
+    let run = match kind {
         Kind::Double => forward_of::<f64>,
         Kind::BFloat16 => forward_of::<bf16>,
         Kind::Half => forward_of::<f16>,
         _ => forward_of::<f32>,
     };
-    run(&pass, batch)?;
-    bump_version(tensors.o)?;
-    bump_version(tensors.log_sums)
+    run(&pass, batch)
 }
 
 fn forward_of<X: Element>(pass: &Pass, batch: usize) -> Result<()> {
@@ -142,7 +143,7 @@ fn forward_of<X: Element>(pass: &Pass, batch: usize) -> Result<()> {
     })
 }
 
-/// Computes the gradients `[q, k, v]`, of the shapes of q, k and v, from that of the output.
+/// Computes the gradients `[q, k, v]`, new tensors of the shapes of q, k and v, from that of the output.
 ///
 /// # Errors
 /// As [`forward`].
@@ -153,30 +154,32 @@ pub(crate) fn backward(
     scores: Scores,
 ) -> Result<()> {
     let mut operands = Operands::new(NAME, Device::Cpu);
-    let (pass, batch) = pass(&mut operands, tensors, scores, Access::Read)?;
-    let mut heads = |access, name, tensor: &Tensor, like: &Tensor| {
-        Heads::new(&mut operands, access, name, tensor, like.kind(), &like.size())
+    let Checked { pass, batch, kv_heads, kind, is_empty } =
+        check(&mut operands, tensors, scores, Access::Read)?;
+    let [batches, heads, tokens, head] = [batch, pass.heads, pass.tokens, pass.head].map(|size| size as i64);
+    let mut add = |access, name, tensor: &Tensor, heads: i64| {
+        let size = shape(tensors.joint, [batches, heads, tokens, head]);
+        Heads::new(&mut operands, access, name, tensor, kind, &size, tensors.joint)
     };
     let heads_of_gradients = Gradients {
-        o: heads(Access::Read, "upstream", upstream, tensors.o)?,
-        q: heads(Access::Write, "gradient of q", gradients[0], tensors.q)?,
-        k: heads(Access::Write, "gradient of k", gradients[1], tensors.k)?,
-        v: heads(Access::Write, "gradient of v", gradients[2], tensors.v)?,
+        o: add(Access::Read, "upstream", upstream, heads)?,
+        q: add(Access::Write, "gradient of q", gradients[0], heads)?,
+        k: add(Access::Write, "gradient of k", gradients[1], kv_heads)?,
+        v: add(Access::Write, "gradient of v", gradients[2], kv_heads)?,
     };
     operands.check()?;
-    if tensors.o.numel() == 0 {
+    if is_empty {
         // No query sees the keys, if there are any.
         gradients.into_iter().try_for_each(|gradient| gradient.shallow_clone().f_zero_().map(drop))?;
         return Ok(());
     }
-    let run = match tensors.q.kind() {
+    let run = match kind {
         Kind::Double => backward_of::<f64>,
         Kind::BFloat16 => backward_of::<bf16>,
         Kind::Half => backward_of::<f16>,
         _ => backward_of::<f32>,
     };
-    run(&pass, heads_of_gradients, batch)?;
-    gradients.into_iter().try_for_each(bump_version)
+    run(&pass, heads_of_gradients, batch)
 }
 
 fn backward_of<X: Element>(pass: &Pass, gradients: Gradients, batch: usize) -> Result<()> {
@@ -240,26 +243,60 @@ fn workers(units: usize, work: impl Fn(usize, &mut dyn FnMut() -> Option<usize>)
     })
 }
 
-/// Checks the tensors of a pass, and gives its addresses and the size of the batch. The results are written in a forward.
-fn pass(
-    operands: &mut Operands,
-    tensors: &Tensors<'_>,
-    scores: Scores,
-    results: Access,
-) -> Result<(Pass, usize)> {
-    let &Tensors { q, k, v, o, log_sums } = tensors;
-    let (kind, size) = (q.kind(), q.size());
-    let (batch, heads, tokens, head) = q.size4()?;
-    let kv_heads = k.size().get(1).copied().unwrap_or(0);
+/// Returns batch, heads, tokens and head of the shape of q.
+pub(crate) fn dimensions(size: &[i64], joint: Option<i64>) -> Result<[i64; 4]> {
+    match (size, joint) {
+        (&[batch, heads, tokens, head], None) => Ok([batch, heads, tokens, head]),
+        (&[batch, tokens, width], Some(head)) if head > 0 && width % head == 0 => {
+            Ok([batch, width / head, tokens, head])
+        }
+        (_, None) => {
+            Err(Error::invalid(NAME, format!("q is {size:?}; expected [batch, heads, tokens, head]")))
+        }
+        (_, Some(head)) => {
+            let reason = format!("q is {size:?}; expected [batch, tokens, heads·head] with heads of {head}");
+            Err(Error::invalid(NAME, reason))
+        }
+    }
+}
+
+/// Returns the shape of such a tensor.
+fn shape(joint: Option<i64>, [batch, heads, tokens, head]: [i64; 4]) -> SmallVec<[i64; 4]> {
+    match joint {
+        None => SmallVec::from_buf([batch, heads, tokens, head]),
+        Some(_) => SmallVec::from_slice(&[batch, tokens, heads * head]),
+    }
+}
+
+/// The checked tensors of a pass.
+struct Checked {
+    pass: Pass,
+    batch: usize,
+    kv_heads: i64,
+    kind: Kind,
+    /// Whether the output has no element.
+    is_empty: bool,
+}
+
+/// Checks the tensors of a pass, and gives its addresses and sizes. The results are written in a forward.
+fn check(operands: &mut Operands, tensors: &Tensors<'_>, scores: Scores, results: Access) -> Result<Checked> {
+    let &Tensors { joint, q, k, v, o, log_sums } = tensors;
+    let (of_q, of_k) = (TensorLayout::of(q)?, TensorLayout::of(k)?);
+    let (kind, size) = (of_q.kind(), of_q.size());
+    let [batch, heads, tokens, head] = dimensions(size, joint)?;
+    let kv_heads = match joint {
+        None => of_k.size().get(1).copied().unwrap_or(0),
+        Some(head) => of_k.size().get(2).copied().unwrap_or(0) / head,
+    };
     let divides = if kv_heads > 0 { heads % kv_heads == 0 } else { heads == 0 };
     let Some(computed) = compute_kind(kind).filter(|_| divides) else {
         let reason = format!(
             "q is {kind:?} {size:?}, k {:?}; expected a floating dtype, and a multiple of k's heads for q",
-            k.size()
+            of_k.size()
         );
         return Err(Error::invalid(NAME, reason));
     };
-    let size_of_keys = [batch, kv_heads, tokens, head];
+    let size_of_keys = shape(joint, [batch, kv_heads, tokens, head]);
     let pass = Pass {
         tokens: tokens as usize,
         head: head as usize,
@@ -268,10 +305,10 @@ fn pass(
         scale: scores.scale,
         window: scores.window.unwrap_or(usize::MAX),
         cap: scores.cap,
-        q: Heads::new(operands, Access::Read, "q", q, kind, &size)?,
-        k: Heads::new(operands, Access::Read, "k", k, kind, &size_of_keys)?,
-        v: Heads::new(operands, Access::Read, "v", v, kind, &size_of_keys)?,
-        o: Heads::new(operands, results, "o", o, kind, &size)?,
+        q: Heads::new(operands, Access::Read, "q", q, kind, size, joint)?,
+        k: Heads::new(operands, Access::Read, "k", k, kind, &size_of_keys, joint)?,
+        v: Heads::new(operands, Access::Read, "v", v, kind, &size_of_keys, joint)?,
+        o: Heads::new(operands, results, "o", o, kind, size, joint)?,
         log_sums: operands.contiguous(
             results,
             "log_sums",
@@ -280,5 +317,5 @@ fn pass(
             &[batch, heads, tokens][..],
         )?,
     };
-    Ok((pass, batch as usize))
+    Ok(Checked { pass, batch: batch as usize, kv_heads, kind, is_empty: of_q.numel() == 0 })
 }

@@ -98,8 +98,8 @@ impl FlashOnCpu {
 }
 
 impl Function for FlashOnCpu {
-    fn name(&self) -> String {
-        "kept attention".to_owned()
+    fn name(&self) -> &'static str {
+        "kept attention"
     }
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {

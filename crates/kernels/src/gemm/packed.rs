@@ -299,6 +299,7 @@ add_products!(add_floats, "avx512f", |total, lanes, word| _mm512_fmadd_ps(
 
 #[cfg(test)]
 mod tests {
+    use runtime::tensor_layout::TensorLayout;
     use tch::{Device, Kind, Tensor};
 
     use super::*;
@@ -328,7 +329,8 @@ mod tests {
                     let size = if by_rows { [a.size()[0], b.size()[1]] } else { [b.size()[1], a.size()[0]] };
                     let out = Tensor::full(size, 1.0, (Kind::Float, Device::Cpu));
                     let out = if by_rows { out } else { out.tr() };
-                    let [to, left, right] = [&out, a, b].map(|tensor| Matrix::new(tensor).unwrap());
+                    let [to, left, right] =
+                        [&out, a, b].map(|tensor| Matrix::new(&TensorLayout::of(tensor).unwrap()).unwrap());
                     let sizes = [out.size()[0], out.size()[1], a.size()[1]].map(|size| size as usize);
                     // SAFETY: CPU matrices of these sizes; the output is new, and the processor has the instructions.
                     unsafe { packing.multiply(to, left, right, sizes, true) };

@@ -5,6 +5,7 @@ use half::bf16;
 use runtime::ops;
 use runtime::parallel;
 use runtime::profile::kernel;
+use runtime::tensor_layout::TensorLayout;
 use runtime::tensor_memory::{bump_version, memory_range};
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
@@ -68,8 +69,9 @@ struct Stretch {
 /// Returns whether a CPU tensor has an element that is infinite or NaN, from one read of it; `None` for a dtype or layout that the pass
 /// does not support.
 pub(crate) fn has_non_finite(tensor: &Tensor) -> Result<Option<bool>> {
-    let (kind, count) = (tensor.kind(), tensor.numel());
-    let fits = computes_on(tensor.device()) && !tensor.is_sparse() && has_no_gaps(tensor);
+    let layout = TensorLayout::of(tensor)?;
+    let (kind, count) = (layout.kind(), layout.numel());
+    let fits = computes_on(layout.device()) && layout.is_strided() && has_no_gaps(&layout);
     if !fits || !matches!(kind, Kind::Float | Kind::Double | Kind::BFloat16 | Kind::Half) {
         return Ok(None);
     }

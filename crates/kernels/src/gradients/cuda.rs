@@ -2,6 +2,7 @@
 //! multiplication by a scalar of the device.
 
 use runtime::Result;
+use runtime::tensor_layout::TensorLayout;
 use runtime::tensor_memory::bump_version;
 use tch::{Device, Kind, Tensor};
 
@@ -92,13 +93,13 @@ fn groups(gradients: &[&Tensor], factor: Option<&Tensor>) -> Option<(Device, Vec
         return None;
     }
     let entry = |gradient: &&Tensor| {
-        let kind = type_of(gradient.kind())?;
-        if gradient.device() != device || gradient.is_sparse() || gradient.is_neg() || !has_no_gaps(gradient)
-        {
+        let layout = TensorLayout::of(gradient).ok()?;
+        let kind = type_of(layout.kind())?;
+        if layout.device() != device || !layout.is_strided() || layout.is_neg() || !has_no_gaps(&layout) {
             return None;
         }
-        let alike = (kind, width(&[gradient.kind()], &[gradient], &[]));
-        Some((alike, [gradient.data_ptr() as u64], gradient.numel()))
+        let alike = (kind, width(&[layout.kind()], &[gradient], &[]));
+        Some((alike, [layout.range().ok()?.start as u64], layout.numel()))
     };
     let entries: Vec<_> = gradients.iter().map(entry).collect::<Option<_>>()?;
     Some((device, table::launches(entries, CHUNK)))

@@ -1,5 +1,11 @@
 use super::*;
 
+/// The products behind [`mm_into`].
+fn gemm(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool, threads: usize) -> Result<()> {
+    let layouts = [&*out, a, b].map(|tensor| TensorLayout::of(tensor).unwrap());
+    gemm_f32(out, layouts.each_ref(), accumulate, threads)
+}
+
 /// Both backends, all layouts, against the product in f64.
 #[test]
 fn products_are_correct_for_every_layout_dtype_and_backend() {
@@ -95,15 +101,15 @@ fn the_gemm_backend_is_correct_and_refuses_an_overlapping_output() {
         let (a, b) =
             (Tensor::randn([m, k], tch::kind::FLOAT_CPU), Tensor::randn([k, n], tch::kind::FLOAT_CPU));
         let mut out = Tensor::full([m, n], f64::NAN, tch::kind::FLOAT_CPU);
-        gemm_f32(&mut out, &a, &b, false, 2).unwrap();
-        gemm_f32(&mut out, &a, &b, true, 1).unwrap();
+        gemm(&mut out, &a, &b, false, 2).unwrap();
+        gemm(&mut out, &a, &b, true, 1).unwrap();
         assert!(out.allclose(&(a.matmul(&b) * 2.0), 1e-4, 1e-4, false), "{m} {n} {k}");
     }
     for (m, n) in [(1, 4096), (4096, 1), (64, 64)] {
         let (a, b) =
             (Tensor::ones([m, 64], tch::kind::FLOAT_CPU), Tensor::ones([64, n], tch::kind::FLOAT_CPU));
         let mut out = Tensor::zeros([1, 1], tch::kind::FLOAT_CPU).expand([m, n], false);
-        assert!(gemm_f32(&mut out, &a, &b, false, 2).is_err(), "{m} {n}");
+        assert!(gemm(&mut out, &a, &b, false, 2).is_err(), "{m} {n}");
     }
 }
 
@@ -120,8 +126,8 @@ fn products_from_32_rows_and_columns_do_not_depend_on_threads() {
             let b = if transposed.1 { normal([n, k]).tr() } else { normal([k, n]) };
             let mut results = [1, 2, 3, 5, 64].map(|threads| {
                 let mut out = Tensor::zeros([m, n], (Kind::Float, Device::Cpu));
-                gemm_f32(&mut out, &a, &b, false, threads).unwrap();
-                gemm_f32(&mut out, &a, &b, true, threads).unwrap();
+                gemm(&mut out, &a, &b, false, threads).unwrap();
+                gemm(&mut out, &a, &b, true, threads).unwrap();
                 out
             });
             let exact = a.to_kind(Kind::Double).matmul(&b.to_kind(Kind::Double)) * 2.0;
@@ -157,10 +163,10 @@ fn products_of_16_bits_are_rounded_once_on_any_number_of_threads_and_allocate_no
                 let results = [1, 2, 3, 64].map(|threads| {
                     let mut out = start.copy();
                     let region = runtime::memory::Region::start(Device::Cpu).unwrap();
-                    gemm_f32(&mut out, &a, &b, true, threads).unwrap();
+                    gemm(&mut out, &a, &b, true, threads).unwrap();
                     assert_eq!(region.finish().unwrap().peak_above_start(), 0);
                     let sum = out.copy();
-                    gemm_f32(&mut out, &a, &b, false, threads).unwrap();
+                    gemm(&mut out, &a, &b, false, threads).unwrap();
                     (sum, out)
                 });
                 let rounding = match kinds.2 {
@@ -329,7 +335,7 @@ fn products_of_bf16_into_fp32_depend_on_neither_position_nor_layout() {
         let (a, b) = (normal([1100, k]), normal([k, 150]));
         let product = |a: &Tensor, b: &Tensor| {
             let mut out = Tensor::full([a.size()[0], b.size()[1]], f64::NAN, (Kind::Float, Device::Cpu));
-            gemm_f32(&mut out, a, b, false, 2).unwrap();
+            gemm(&mut out, a, b, false, 2).unwrap();
             out
         };
         let whole = product(&a, &b);

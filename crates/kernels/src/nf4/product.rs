@@ -158,8 +158,8 @@ struct Nf4Linear {
 }
 
 impl Function for Nf4Linear {
-    fn name(&self) -> String {
-        "nf4 linear".to_owned()
+    fn name(&self) -> &'static str {
+        "nf4 linear"
     }
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {

@@ -1,9 +1,11 @@
 //! Normalisations of rows in one pass over memory: the checks that make the passes sound.
 
 use half::{bf16, f16};
-use runtime::profile::{Flops, kernel, record_external};
-use runtime::tensor_memory::{bump_version, dense, is_sole_owner};
+use runtime::profile::{Flops, is_counting, kernel, record_external};
+use runtime::tensor_layout::TensorLayout;
+use runtime::tensor_memory::{Dense, bump_version, dense};
 use runtime::{Error, Result};
+use smallvec::SmallVec;
 use tch::{Device, Kind, Tensor};
 
 use super::{Gradients, Inputs, Keep, Norm, NormPass, Normalized, Requested, Saved};
@@ -34,28 +36,29 @@ pub(super) struct Cpu;
 impl NormPass for Cpu {
     fn forward(&self, inputs: &Inputs<'_>) -> Result<Normalized> {
         let &Inputs { norm, x, residual, weight, bias, options, mean } = inputs;
-        let (kind, output) = (x.kind(), options.output.unwrap_or(x.kind()));
-        let (shape, compute) = (Shape::new(x, kind, output)?, compute_kind(kind));
+        let layout = TensorLayout::of(x)?;
+        let (kind, output) = (layout.kind(), options.output.unwrap_or(layout.kind()));
+        let (shape, compute) = (Shape::new(&layout, kind, output)?, compute_kind(kind));
         // Dense inputs, and outputs of their shape.
         let (x, residual) = (dense(x)?, residual.map(dense).transpose()?);
         let (weight, bias) = (parameter(weight, compute)?, parameter(bias, compute)?);
         let empty = |size: &[i64], kind| Tensor::f_empty(size, (kind, Device::Cpu));
-        let y = empty(&x.size(), output)?;
-        let sum = residual.as_ref().map(|_| empty(&x.size(), kind)).transpose()?;
+        let y = empty(layout.size(), output)?;
+        let sum = residual.as_ref().map(|_| empty(layout.size(), kind)).transpose()?;
         let statistics = || empty(&[shape.rows as i64], compute);
         let mean = (mean && norm == Norm::Layer).then(statistics).transpose()?;
         let rstd = statistics()?;
-        let scope = kernel("runtime::norm", [&x]);
+        let scope = kernel("runtime::norm", [&*x]);
         let mut operands = Operands::new(NAME, Device::Cpu);
         let pass = forward::Pass {
             rows: shape.rows,
             columns: shape.columns,
             eps: options.eps,
-            x: operands.read("x", &x, kind, shape.matrix())?,
-            residual: operands.read("residual", residual.as_ref(), kind, shape.matrix())?,
+            x: operands.read("x", &*x, kind, shape.matrix())?,
+            residual: operands.read("residual", residual.as_deref(), kind, shape.matrix())?,
             sum: operands.write("sum", sum.as_ref(), kind, shape.matrix())?,
-            weight: operands.read("weight", weight.as_ref(), compute, shape.columns)?,
-            bias: operands.read("bias", bias.as_ref(), compute, shape.columns)?,
+            weight: operands.read("weight", weight.as_deref(), compute, shape.columns)?,
+            bias: operands.read("bias", bias.as_deref(), compute, shape.columns)?,
             y: operands.write("y", &y, output, shape.matrix())?,
             mean: operands.write("mean", mean.as_ref(), compute, shape.rows)?,
             rstd: operands.write("rstd", &rstd, compute, shape.rows)?,
@@ -64,48 +67,45 @@ impl NormPass for Cpu {
         // SAFETY: `Operands` has checked every size and dtype, and that written memory overlaps nothing else.
         unsafe { run_forward(pass, norm, (kind, output)) }?;
         drop(scope);
-        [sum.as_ref(), Some(&y), mean.as_ref(), Some(&rstd)]
-            .into_iter()
-            .flatten()
-            .try_for_each(bump_version)?;
-        record("runtime::norm", &[Some(&x), residual.as_ref(), Some(&y), sum.as_ref()])?;
+        record("runtime::norm", &[Some(&x), residual.as_deref(), Some(&y), sum.as_ref()])?;
         Ok(Normalized { y, sum, mean, rstd })
     }
 
     fn backward(&self, saved: &Saved<'_>, upstream: Tensor, requested: Requested<'_>) -> Result<Gradients> {
         let Requested { norm, added, wanted, .. } = requested;
-        let (kind, output, compute) = (saved.kind, upstream.kind(), compute_kind(saved.kind));
-        let shape = Shape::new(&upstream, kind, output)?;
+        let layout = TensorLayout::of(&upstream)?;
+        let (kind, output, compute) = (saved.kind, layout.kind(), compute_kind(saved.kind));
+        let shape = Shape::new(&layout, kind, output)?;
         // Dense inputs. A saved output is turned into x̂ by the bias and 1/weight.
         let is_output = saved.keep == Keep::Output;
-        let upstream =
-            if upstream.is_contiguous() && !upstream.is_neg() { upstream } else { dense(&upstream)? };
+        let is_plain = layout.is_contiguous() && !layout.is_neg();
+        let in_place = is_plain && kind == output && layout.is_sole_owner();
+        let upstream = if is_plain { upstream } else { dense(&upstream)?.into_tensor() };
         let (kept, added) = (dense(saved.kept)?, added.map(dense).transpose()?);
         let (weight, bias) = (parameter(saved.weight, compute)?, parameter(saved.bias, compute)?);
         let bias = bias.filter(|_| is_output);
-        let inverse = weight.as_ref().filter(|_| is_output).map(Tensor::f_reciprocal).transpose()?;
+        let inverse = weight.as_deref().filter(|_| is_output).map(Tensor::f_reciprocal).transpose()?;
         let mean = saved.mean.filter(|_| !is_output);
         // The gradients: that of x in the upstream gradient's memory if nothing else uses it, those of the parameters as parts.
-        let in_place = kind == output && is_sole_owner(&upstream)?;
         let grad = match wanted.x {
             false => None,
             true if in_place => Some(upstream.shallow_clone()),
-            true => Some(Tensor::f_empty(upstream.size(), (kind, Device::Cpu))?),
+            true => Some(Tensor::f_empty(layout.size(), (kind, Device::Cpu))?),
         };
         let parts = backward::parts(shape.rows);
         let empty = |wanted: bool, size: &[usize]| {
-            let size: Vec<i64> = size.iter().map(|length| *length as i64).collect();
-            wanted.then(|| Tensor::f_empty(size, (compute, Device::Cpu))).transpose()
+            let size: SmallVec<[i64; 2]> = size.iter().map(|length| *length as i64).collect();
+            wanted.then(|| Tensor::f_empty(&size[..], (compute, Device::Cpu))).transpose()
         };
         let vectors = [empty(wanted.weight, &[shape.columns])?, empty(wanted.bias, &[shape.columns])?];
         let [weight_parts, bias_parts] =
             [empty(wanted.weight, &[parts, shape.columns])?, empty(wanted.bias, &[parts, shape.columns])?];
-        let scope = kernel("runtime::norm_backward", [&kept, &upstream]);
+        let scope = kernel("runtime::norm_backward", [&*kept, &upstream]);
         let mut operands = Operands::new(NAME, Device::Cpu);
         let pass = backward::Pass {
             rows: shape.rows,
             columns: shape.columns,
-            kept: operands.read("kept", &kept, if is_output { output } else { kind }, shape.matrix())?,
+            kept: operands.read("kept", &*kept, if is_output { output } else { kind }, shape.matrix())?,
             upstream: operands.read("upstream", &upstream, output, shape.matrix())?,
             grad: operands.contiguous(
                 Access::Overwrite(&["upstream"]),
@@ -114,10 +114,10 @@ impl NormPass for Cpu {
                 kind,
                 shape.matrix(),
             )?,
-            added: operands.read("added", added.as_ref(), kind, shape.matrix())?,
-            weight: operands.read("weight", weight.as_ref(), compute, shape.columns)?,
+            added: operands.read("added", added.as_deref(), kind, shape.matrix())?,
+            weight: operands.read("weight", weight.as_deref(), compute, shape.columns)?,
             inverse: operands.read("inverse", inverse.as_ref(), compute, shape.columns)?,
-            bias: operands.read("bias", bias.as_ref(), compute, shape.columns)?,
+            bias: operands.read("bias", bias.as_deref(), compute, shape.columns)?,
             mean: operands.read("mean", mean, compute, shape.rows)?,
             rstd: operands.read("rstd", saved.rstd, compute, shape.rows)?,
             weight_parts: operands.write(
@@ -136,8 +136,8 @@ impl NormPass for Cpu {
         // SAFETY: `Operands` has checked every size and dtype, and that written memory overlaps nothing else.
         unsafe { run_backward(pass, norm, is_output, (kind, output), sums) }?;
         drop(scope);
-        grad.iter().chain(vectors.iter().flatten()).try_for_each(bump_version)?;
-        record("runtime::norm_backward", &[Some(&kept), Some(&upstream), added.as_ref(), grad.as_ref()])?;
+        grad.iter().filter(|_| in_place).try_for_each(bump_version)?;
+        record("runtime::norm_backward", &[Some(&kept), Some(&upstream), added.as_deref(), grad.as_ref()])?;
         let [weight, bias] = vectors;
         Ok(Gradients { x: grad, weight, bias })
     }
@@ -220,12 +220,45 @@ unsafe fn run_backward(
 }
 
 /// Converts a parameter for the passes.
-fn parameter(parameter: Option<&Tensor>, kind: Kind) -> Result<Option<Tensor>> {
-    parameter.map(|p| dense(&p.f_detach()?.f_to_kind(kind)?)).transpose()
+fn parameter(parameter: Option<&Tensor>, kind: Kind) -> Result<Option<Dense<'_>>> {
+    let converted = |parameter| {
+        if Tensor::kind(parameter) == kind {
+            return dense(parameter);
+        }
+        Ok(Dense::Copy(dense(&parameter.f_detach()?.f_to_kind(kind)?)?.into_tensor()))
+    };
+    parameter.map(converted).transpose()
+}
+
+/// Returns the elements of a vector; waits for a device other than the CPU.
+pub(super) fn values(vector: &Tensor) -> Result<Vec<f64>> {
+    let layout = TensorLayout::of(vector)?;
+    let plain = layout.device() == Device::Cpu && layout.is_contiguous() && !layout.is_neg();
+    let (at, count) = (layout.range()?.start, layout.numel());
+    if !plain || count == 0 {
+        return Ok(Vec::<f64>::try_from(vector.f_detach()?.f_to_kind(Kind::Double)?.f_reshape([-1])?)?);
+    }
+    macro_rules! widened {
+        ($element:ty) => {{
+            // SAFETY: a contiguous CPU tensor of this dtype, which the caller keeps and nothing writes meanwhile.
+            let elements = unsafe { std::slice::from_raw_parts(at as *const $element, count) };
+            elements.iter().map(|element| f64::from(*element)).collect()
+        }};
+    }
+    Ok(match layout.kind() {
+        Kind::Float => widened!(f32),
+        Kind::Double => widened!(f64),
+        Kind::BFloat16 => widened!(bf16),
+        Kind::Half => widened!(f16),
+        _ => Vec::<f64>::try_from(vector.f_detach()?.f_to_kind(Kind::Double)?.f_reshape([-1])?)?,
+    })
 }
 
 /// Reports a pass over these matrices to running counters. Elementwise work counts no FLOPs.
 fn record(name: &str, matrices: &[Option<&Tensor>]) -> Result<()> {
+    if !is_counting() {
+        return Ok(());
+    }
     let bytes = |matrix: &Tensor| matrix.numel() * matrix.kind().elt_size_in_bytes();
     record_external(name, Flops::default(), matrices.iter().flatten().map(|m| bytes(m) as u64).sum())
 }
@@ -238,7 +271,7 @@ struct Shape {
 }
 
 impl Shape {
-    fn new(tensor: &Tensor, x: Kind, y: Kind) -> Result<Self> {
+    fn new(tensor: &TensorLayout, x: Kind, y: Kind) -> Result<Self> {
         if !takes(x, y) {
             let reason = format!("from {x:?} to {y:?}; expected one dtype, or Float from BFloat16 or Half");
             return Err(Error::invalid(NAME, reason));

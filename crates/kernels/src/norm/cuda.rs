@@ -119,7 +119,7 @@ fn forward(inputs: &Inputs<'_>) -> Result<Option<Normalized>> {
     let (parameter_type, weight, bias) = parameters(weight, bias)?;
     let columns = size.last().copied().unwrap_or(1);
     let all: Vec<&Tensor> =
-        [Some(&x), residual.as_ref(), weight.as_ref(), bias.as_ref()].into_iter().flatten().collect();
+        [Some(&*x), residual.as_deref(), weight.as_ref(), bias.as_ref()].into_iter().flatten().collect();
     let kinds: Vec<Kind> = all.iter().map(|tensor| tensor.kind()).chain([output]).collect();
     let width = width(&kinds, &all, &[columns]);
     let ahead = vec![kind.elt_size_in_bytes(); if residual.is_some() { 2 } else { 1 }];
@@ -132,7 +132,7 @@ fn forward(inputs: &Inputs<'_>) -> Result<Option<Normalized>> {
     if row.rows > 0 {
         let arguments = [
             pointer(&x),
-            optional(residual.as_ref()),
+            optional(residual.as_deref()),
             optional(sum.as_ref()),
             optional(weight.as_ref()),
             optional(bias.as_ref()),
@@ -163,13 +163,14 @@ fn backward(
     let (size, kind, device) = (upstream.size(), saved.kind, upstream.device());
     let types = type_of(kind).zip(type_of(upstream.kind()));
     let (Some((x_type, upstream_type)), true) = (types, are_ready(device)) else { return Ok(Err(upstream)) };
-    let upstream = if upstream.is_contiguous() && !upstream.is_neg() { upstream } else { dense(&upstream)? };
+    let is_plain = upstream.is_contiguous() && !upstream.is_neg();
+    let upstream = if is_plain { upstream } else { dense(&upstream)?.into_tensor() };
     // How a row is divided among threads: by the types, and by how many numbers a thread loads at once.
     let (kept, added) = (dense(saved.kept)?, added.map(dense).transpose()?);
     let (weight_type, weight, _) = parameters(saved.weight, None)?;
     let columns = size.last().copied().unwrap_or(1);
     let all: Vec<&Tensor> =
-        [Some(&kept), Some(&upstream), added.as_ref(), weight.as_ref()].into_iter().flatten().collect();
+        [Some(&*kept), Some(&upstream), added.as_deref(), weight.as_ref()].into_iter().flatten().collect();
     let kinds: Vec<Kind> = all.iter().map(|tensor| tensor.kind()).collect();
     let width = width(&kinds, &all, &[columns]);
     let ahead = [kind, upstream.kind()].map(|kind| kind.elt_size_in_bytes());
@@ -177,8 +178,8 @@ fn backward(
         return Ok(Err(upstream));
     };
     // The operands: the tensors that forward saved, and the outputs.
-    expect(NAME, "kept", &kept, &size, (kind, device))?;
-    expect(NAME, "added", added.as_ref(), &size, (kind, device))?;
+    expect(NAME, "kept", &*kept, &size, (kind, device))?;
+    expect(NAME, "added", added.as_deref(), &size, (kind, device))?;
     let weight_kind = weight.as_ref().map_or(Kind::Float, Tensor::kind);
     expect(NAME, "weight", weight.as_ref(), &[columns], (weight_kind, device))?;
     // libtorch's operators, which may have run forward, return them with one more dimension.
@@ -203,7 +204,7 @@ fn backward(
         let arguments = [
             pointer(&kept),
             pointer(&upstream),
-            optional(added.as_ref()),
+            optional(added.as_deref()),
             optional(weight.as_ref()),
             optional(mean.as_ref()),
             pointer(&rstd),
@@ -269,6 +270,7 @@ fn parameters(
     let kinds: Vec<Kind> = [weight, bias].into_iter().flatten().map(Tensor::kind).collect();
     let alike = kinds.windows(2).all(|pair| pair[0] == pair[1]);
     let kind = kinds.first().copied().filter(|kind| alike && type_of(*kind).is_some()).unwrap_or(Kind::Float);
-    let plain = |p: Option<&Tensor>| p.map(|p| dense(&p.f_detach()?.f_to_kind(kind)?)).transpose();
+    let plain = |p: &Tensor| -> Result<Tensor> { Ok(dense(&p.f_detach()?.f_to_kind(kind)?)?.into_tensor()) };
+    let plain = |p: Option<&Tensor>| p.map(plain).transpose();
     Ok((type_of(kind).unwrap_or("float"), plain(weight)?, plain(bias)?))
 }

@@ -5,7 +5,9 @@ use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
 use super::cpu::compute_kind;
-use super::{Gradients, Inputs, Keep, NAME, Norm, Options, Requested, Saved, Wanted, pass_for, recoverable};
+use super::{
+    Dtypes, Gradients, Inputs, Keep, NAME, Norm, Options, Requested, Saved, Wanted, pass_for, recoverable,
+};
 use crate::processor::computes_on;
 
 /// Inputs: x, then residual, weight and bias, if present. Outputs: y, and with a residual the sum.
@@ -25,11 +27,11 @@ pub(super) struct FusedNorm {
 }
 
 impl FusedNorm {
-    pub(super) fn new(inputs: &Inputs<'_>) -> Self {
-        let &Inputs { norm, options, x, mean, .. } = inputs;
-        let (device, kind) = (x.device(), x.kind());
+    pub(super) fn new(inputs: &Inputs<'_>, dtypes: Dtypes) -> Self {
+        let &Inputs { norm, options, mean, .. } = inputs;
+        let Dtypes { device, x: kind, parameters: kinds } = dtypes;
         let [_, residual, weight, bias] = inputs.tensors().map(|tensor| tensor.is_some());
-        let (keep, kinds) = (Keep::Input, [kind; 2]);
+        let keep = Keep::Input;
         Self { norm, options, device, kind, residual, weight, bias, keep, mean, kinds }
     }
 
@@ -52,10 +54,10 @@ impl FusedNorm {
 }
 
 impl Function for FusedNorm {
-    fn name(&self) -> String {
+    fn name(&self) -> &'static str {
         match self.norm {
-            Norm::Layer => "fused layer norm".to_owned(),
-            Norm::Rms => "fused RMS norm".to_owned(),
+            Norm::Layer => "fused layer norm",
+            Norm::Rms => "fused RMS norm",
         }
     }
 
@@ -64,7 +66,6 @@ impl Function for FusedNorm {
         let residual = self.residual.then(|| inputs[1]);
         let weight = self.weight.then(|| inputs[self.weight_index()]);
         let bias = self.bias.then(|| inputs[self.bias_index()]);
-        self.kinds = [weight, bias].map(|parameter| parameter.map_or(self.kind, Tensor::kind));
         let wanted = self.wanted(|index| ctx.needs_input_grad(index));
         // The gradient of the bias needs only the upstream gradient.
         let matrix = wanted.x || wanted.weight;
@@ -128,7 +129,8 @@ impl Function for FusedNorm {
             }
         }
         let Gradients { x, weight, bias } = gradients;
-        let mut result = vec![x];
+        let mut result = Vec::with_capacity(4);
+        result.push(x);
         if self.residual {
             result.push(result[0].as_ref().map(Tensor::shallow_clone));
         }
@@ -136,7 +138,11 @@ impl Function for FusedNorm {
             [(self.weight, weight, self.kinds[0]), (self.bias, bias, self.kinds[1])]
         {
             if there {
-                result.push(gradient.map(|gradient| gradient.f_to_kind(kind)).transpose()?);
+                let cast = |gradient: Tensor| match gradient.kind() == kind {
+                    true => Ok(gradient),
+                    false => gradient.f_to_kind(kind),
+                };
+                result.push(gradient.map(cast).transpose()?);
             }
         }
         Ok(result)

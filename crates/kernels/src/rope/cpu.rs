@@ -10,8 +10,10 @@ use half::{bf16, f16};
 use pulp::{Simd, WithSimd};
 use runtime::parallel;
 use runtime::profile::kernel;
-use runtime::tensor_memory::{bump_version, is_sole_owner};
+use runtime::tensor_layout::TensorLayout;
+use runtime::tensor_memory::{Dense, bump_version};
 use runtime::{Error, Result};
+use smallvec::SmallVec;
 use tch::{Device, Kind, Tensor};
 
 use super::{RotaryPass, Rotation, record};
@@ -20,37 +22,37 @@ use crate::simd::{self, Element, Real, blocks, load, store};
 
 pub(crate) const NAME: &str = "rotary embedding";
 
-/// The input and the output of a rotation: `[b, t, heads, head]` both, of one dtype and any strides except in the last
-/// dimension, which is dense. They are the same tensor, or do not overlap.
-type InOut<'a> = (&'a Tensor, &'a Tensor);
+/// The input and the output of a rotation: `[b, t, heads, head]` or `[b, t, heads·head]` both, of one dtype and any strides except in
+/// the last dimension, which is dense. Without an output, the input is overwritten; else they do not overlap.
+type InOut<'a> = (Dense<'a>, Option<Tensor>);
 
 /// One pass over memory, vectorized for the processor, on libtorch's threads.
 pub(super) struct Cpu;
 
 impl RotaryPass for Cpu {
-    fn rotate(&self, rotation: Rotation<'_>, tensors: Vec<Tensor>, overwrite: bool) -> Result<Vec<Tensor>> {
-        let mut pairs = Vec::with_capacity(tensors.len());
-        for x in tensors {
-            let x = if x.is_neg() { x.f_resolve_neg()? } else { x };
-            let output = if overwrite && writes(&x) && is_sole_owner(&x)? {
-                None
-            } else {
-                Some(Tensor::f_empty(x.size(), (x.kind(), Device::Cpu))?)
+    fn rotate(&self, rotation: Rotation<'_>, tensors: &[&Tensor], overwrite: bool) -> Result<Vec<Tensor>> {
+        let mut pairs: SmallVec<[InOut<'_>; 2]> = SmallVec::new();
+        for &x in tensors {
+            let layout = TensorLayout::of(x)?;
+            let in_place = overwrite && !layout.is_neg() && writes(&layout) && layout.is_sole_owner();
+            let empty = || Tensor::f_empty(layout.size(), (layout.kind(), Device::Cpu));
+            let output = (!in_place).then(empty).transpose()?;
+            let x = match (layout.is_neg(), has_dense_heads(&layout)) {
+                (false, true) => Dense::Same(x),
+                (false, false) => Dense::Copy(x.f_contiguous()?),
+                (true, _) => Dense::Copy(x.f_resolve_neg()?.f_contiguous()?),
             };
-            let x = if has_dense_heads(&x) { x } else { x.f_contiguous()? };
             pairs.push((x, output));
         }
         let positions = rotation
             .positions
             .map(|positions| Vec::<i64>::try_from(positions.f_reshape([-1])?))
             .transpose()?;
-        let views: Vec<InOut<'_>> =
-            pairs.iter().map(|(from, to)| (from, to.as_ref().unwrap_or(from))).collect();
         let Some((first, _)) = pairs.first() else { return Ok(Vec::new()) };
         let _scope = kernel("runtime::rope", [first]);
-        rotate(rotation.table, positions.as_deref(), &views, rotation.inverse)?;
-        record(pairs.iter().map(|(from, _)| from))?;
-        Ok(pairs.into_iter().map(|(from, to)| to.unwrap_or(from)).collect())
+        rotate(rotation.table, positions.as_deref(), &pairs, rotation.inverse)?;
+        record(pairs.iter().map(|(from, _)| &**from))?;
+        Ok(pairs.into_iter().map(|(from, to)| to.unwrap_or_else(|| from.into_tensor())).collect())
     }
 }
 
@@ -60,9 +62,9 @@ pub(super) fn takes(kind: Kind) -> bool {
 }
 
 /// Returns whether the pass can write heads with these strides: no two elements share an address.
-fn writes(tensor: &Tensor) -> bool {
-    let mut dimensions: Vec<(i64, i64)> =
-        tensor.stride().into_iter().zip(tensor.size()).filter(|(_, size)| *size != 1).collect();
+fn writes(tensor: &TensorLayout) -> bool {
+    let dimensions = tensor.stride().iter().copied().zip(tensor.size().iter().copied());
+    let mut dimensions: SmallVec<[(i64, i64); 8]> = dimensions.filter(|(_, size)| *size != 1).collect();
     dimensions.sort_unstable();
     let mut reach = 1;
     let apart = dimensions.into_iter().all(|(stride, size)| {
@@ -80,39 +82,49 @@ fn writes(tensor: &Tensor) -> bool {
 fn rotate(table: &Tensor, positions: Option<&[i64]>, pairs: &[InOut<'_>], inverse: bool) -> Result<()> {
     let invalid = |reason: String| Err(Error::invalid(NAME, reason));
     // The table, and one dtype and shape for all pairs.
-    let &[known, 2, half] = &table.size()[..] else {
-        return invalid(format!("the table is {:?}; expected [positions, 2, head / 2]", table.size()));
+    let table_layout = TensorLayout::of(table)?;
+    let &[known, 2, half] = table_layout.size() else {
+        let size = table_layout.size();
+        return invalid(format!("the table is {size:?}; expected [positions, 2, head / 2]"));
     };
-    let Some(first) = pairs.first().map(|(from, _)| *from) else { return Ok(()) };
+    let Some((first, _)) = pairs.first() else { return Ok(()) };
+    let first = TensorLayout::of(first)?;
     let kind = first.kind();
     if !takes(kind) {
         return invalid(format!("heads of {kind:?}; expected Float, Double, BFloat16 or Half"));
     }
-    let (batch, sequence, _, _) = first.size4()?;
+    let (&[batch, sequence, _, _] | &[batch, sequence, _]) = first.size() else {
+        return invalid(format!("heads of shape {:?}; expected [b, t, heads, head]", first.size()));
+    };
     // The tensors: inputs and outputs of that shape.
     let mut operands = Operands::new(NAME, Device::Cpu);
-    operands.read("table", table, Kind::Float, table.numel())?;
-    let mut passes = Vec::with_capacity(pairs.len());
+    let table = operands.read("table", table, Kind::Float, table_layout.numel())?;
+    let mut passes: SmallVec<[Heads; 2]> = SmallVec::new();
     for (from, to) in pairs {
-        let (_, _, heads, _) = from.size4()?;
-        let size = [batch, sequence, heads, 2 * half];
         // A result may be its own source, element for element.
-        let in_place = from.data_ptr() == to.data_ptr() && from.stride() == to.stride();
-        let source = if in_place { Access::Write } else { Access::Read };
-        let from_address = operands.heads(source, "heads", from, kind, &size)?;
-        let to_address = match in_place {
-            true => from_address,
-            false => operands.heads(Access::Write, "result", to, kind, &size)?,
+        let source = if to.is_none() { Access::Write } else { Access::Read };
+        let from_layout = TensorLayout::of(from)?;
+        let width = from_layout.size().get(2).copied().unwrap_or(0);
+        let joint = from_layout.size().len() == 3;
+        let size: SmallVec<[i64; 4]> = match joint {
+            true => SmallVec::from_slice(&[batch, sequence, width / (2 * half) * 2 * half]),
+            false => SmallVec::from_slice(&[batch, sequence, width, 2 * half]),
         };
-        if !writes(to) {
+        let heads = if joint { width / (2 * half) } else { width };
+        let from = operands.heads(source, "heads", from, kind, &size)?;
+        let to = match to {
+            None => from.clone(),
+            Some(to) => operands.heads(Access::Write, "result", to, kind, &size)?,
+        };
+        if !writes(&to) {
             let reason = format!("`result` overlaps itself: {size:?} with strides {:?}", to.stride());
             return invalid(reason);
         }
         passes.push(Heads {
-            from: from_address,
-            to: to_address,
-            from_strides: strides(from),
-            to_strides: strides(to),
+            from: from.range()?.start,
+            to: to.range()?.start,
+            from_strides: strides(&from, half),
+            to_strides: strides(&to, half),
             heads: heads as usize,
         });
     }
@@ -133,7 +145,7 @@ fn rotate(table: &Tensor, positions: Option<&[i64]>, pairs: &[InOut<'_>], invers
         return Err(beyond(position, known));
     }
     let pass = Pass {
-        table: table.data_ptr() as usize,
+        table,
         half: half as usize,
         sequence: sequence as usize,
         tokens,
@@ -151,7 +163,8 @@ fn rotate(table: &Tensor, positions: Option<&[i64]>, pairs: &[InOut<'_>], invers
             _ => run::<f32>(pass),
         }
     }?;
-    pairs.iter().try_for_each(|(_, to)| bump_version(to))
+    // Nothing else has seen a new result.
+    pairs.iter().filter(|(_, to)| to.is_none()).try_for_each(|(from, _)| bump_version(from))
 }
 
 /// Returns the error for a position outside the table.
@@ -164,9 +177,10 @@ pub(crate) fn beyond(position: i64, known: i64) -> Error {
 }
 
 /// Strides of batch, sequence and heads, in elements.
-fn strides(tensor: &Tensor) -> [usize; 3] {
+fn strides(tensor: &TensorLayout, half: i64) -> [usize; 3] {
     let strides = tensor.stride();
-    std::array::from_fn(|dimension| strides[dimension] as usize)
+    let heads = if strides.len() == 3 { 2 * half } else { strides[2] };
+    [strides[0], strides[1], heads].map(|stride| stride as usize)
 }
 
 /// Elements computed at once: two AVX-512 registers of fp32.

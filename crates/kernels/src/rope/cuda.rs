@@ -1,7 +1,9 @@
 //! The rotary embedding as a CUDA kernel.
 
-use runtime::tensor_memory::{bump_version, dense, is_sole_owner};
+use runtime::tensor_layout::TensorLayout;
+use runtime::tensor_memory::{Dense, bump_version, dense};
 use runtime::{Error, Result};
+use smallvec::SmallVec;
 use tch::{Kind, Tensor};
 
 use super::cpu::NAME;
@@ -17,29 +19,34 @@ pub(crate) const SOURCE: Source = Source(include_str!("rope.cuh"));
 pub(super) struct Cuda;
 
 impl RotaryPass for Cuda {
-    fn rotate(&self, rotation: Rotation<'_>, tensors: Vec<Tensor>, overwrite: bool) -> Result<Vec<Tensor>> {
-        if !tensors.iter().all(takes) {
+    fn rotate(&self, rotation: Rotation<'_>, tensors: &[&Tensor], overwrite: bool) -> Result<Vec<Tensor>> {
+        if let Some(results) = super::by_heads(self, rotation, tensors)? {
+            return Ok(results);
+        }
+        let layouts = tensors.iter().map(|x| TensorLayout::of(x)).collect::<Result<SmallVec<[_; 2]>>>()?;
+        if !layouts.iter().all(takes) {
             return Reference.rotate(rotation, tensors, overwrite);
         }
-        let mut pairs = Vec::with_capacity(tensors.len());
-        for x in tensors {
-            let x = if x.stride()[3] == 1 && !x.is_neg() { x } else { dense(&x)? };
-            let output = if overwrite && is_sole_owner(&x)? {
-                x.shallow_clone()
-            } else {
-                Tensor::f_empty(x.size(), (x.kind(), x.device()))?
+        let mut pairs: SmallVec<[(Dense<'_>, Tensor); 2]> = SmallVec::new();
+        for (&x, layout) in tensors.iter().zip(&layouts) {
+            let has_dense_heads = layout.stride().last() == Some(&1) && !layout.is_neg();
+            let output = match overwrite && has_dense_heads && layout.is_sole_owner() {
+                true => x.shallow_clone(),
+                false => Tensor::f_empty(layout.size(), (layout.kind(), layout.device()))?,
             };
-            pairs.push((x, output));
+            pairs.push((if has_dense_heads { Dense::Same(x) } else { dense(x)? }, output));
         }
-        let views: Vec<(&Tensor, &Tensor)> = pairs.iter().map(|(x, output)| (x, output)).collect();
-        rotate(rotation, &views)?;
-        record(pairs.iter().map(|(x, _)| x))?;
+        {
+            let views = pairs.iter().map(|(x, output)| (&**x, output));
+            rotate(rotation, &views.collect::<SmallVec<[(&Tensor, &Tensor); 2]>>())?;
+        }
+        record(pairs.iter().map(|(x, _)| &**x))?;
         Ok(pairs.into_iter().map(|(_, output)| output).collect())
     }
 }
 
 /// Returns whether the kernel supports the tensor.
-fn takes(x: &Tensor) -> bool {
+fn takes(x: &TensorLayout) -> bool {
     type_of(x.kind()).is_some() && are_ready(x.device())
 }
 

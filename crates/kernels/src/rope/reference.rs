@@ -9,8 +9,11 @@ use super::{RotaryPass, Rotation};
 pub(super) struct Reference;
 
 impl RotaryPass for Reference {
-    fn rotate(&self, rotation: Rotation<'_>, tensors: Vec<Tensor>, _overwrite: bool) -> Result<Vec<Tensor>> {
-        tensors.iter().map(|x| rotate(rotation, x)).collect()
+    fn rotate(&self, rotation: Rotation<'_>, tensors: &[&Tensor], _overwrite: bool) -> Result<Vec<Tensor>> {
+        match super::by_heads(self, rotation, tensors)? {
+            Some(results) => Ok(results),
+            None => tensors.iter().map(|x| rotate(rotation, x)).collect(),
+        }
     }
 }
 
@@ -71,7 +74,7 @@ mod tests {
                 for inverse in [false, true] {
                     let rotation = Rotation { table: &values, positions, inverse };
                     let chain = rotate(rotation, &x).unwrap();
-                    let ours = Cpu.rotate(rotation, vec![x.copy()], true).unwrap();
+                    let ours = Cpu.rotate(rotation, &[&x.copy()], true).unwrap();
                     let scale = x.to_kind(Kind::Double).abs().max().double_value(&[]);
                     let worst = (ours[0].to_kind(Kind::Double) - chain.to_kind(Kind::Double)).abs().max();
                     let worst = worst.double_value(&[]) / scale;

@@ -1,26 +1,30 @@
 //! SiLU(gate)·up as an autograd function.
 
 use runtime::autograd::{Backward, Forward, Function};
-use runtime::tensor_memory::is_sole_owner;
+use runtime::tensor_layout::TensorLayout;
+use runtime::tensor_memory::Dense;
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
 use super::{NAME, cpu, cuda, record, tensors};
+use crate::operands::has_flat_rows;
 
-/// Checks the tensors and returns the dtype of their product.
-pub(super) fn check(gate: &Tensor, up: &Tensor) -> Result<Kind> {
+/// Checks the tensors and returns the dtype and the device of their product.
+pub(super) fn check(gate: &Tensor, up: &Tensor) -> Result<(Kind, Device)> {
     let refuse = |reason: String| Err(Error::invalid(NAME, reason));
-    for (name, tensor) in [("gate", gate), ("up", up)] {
-        if !tensor.defined() {
-            return refuse(format!("`{name}` is undefined"));
-        }
+    let layout = |name: &str, tensor: &Tensor| match TensorLayout::of(tensor) {
+        Err(_) if !tensor.defined() => Err(Error::invalid(NAME, format!("`{name}` is undefined"))),
+        described => described,
+    };
+    let (gate, up) = (layout("gate", gate)?, layout("up", up)?);
+    for (name, tensor) in [("gate", &gate), ("up", &up)] {
         if !cpu::takes(tensor.kind()) {
             return refuse(format!(
                 "`{name}` is {:?}; expected Float, Double, BFloat16 or Half: convert it with `to_kind`",
                 tensor.kind()
             ));
         }
-        if tensor.is_sparse() || tensor.is_mkldnn() {
+        if !tensor.is_strided() {
             return refuse(format!("`{name}` is sparse or MKL-DNN's; make it dense with `to_dense`"));
         }
     }
@@ -31,11 +35,12 @@ pub(super) fn check(gate: &Tensor, up: &Tensor) -> Result<Kind> {
         let (gate, up) = (gate.device(), up.device());
         return refuse(format!("gate is on {gate:?} and up on {up:?}; move them to one device"));
     }
-    Ok(match (gate.kind(), up.kind()) {
+    let kind = match (gate.kind(), up.kind()) {
         (gate, up) if gate == up => gate,
         (Kind::Double, _) | (_, Kind::Double) => Kind::Double,
         _ => Kind::Float,
-    })
+    };
+    Ok((kind, gate.device()))
 }
 
 /// Inputs: gate and up, of one shape, dtype and device, on the CPU or a device with CUDA kernels. Output: the product.
@@ -46,16 +51,17 @@ pub(super) struct Product {
 }
 
 impl Function for Product {
-    fn name(&self) -> String {
-        "SiLU(gate)·up".to_owned()
+    fn name(&self) -> &'static str {
+        "SiLU(gate)·up"
     }
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         let (gate, up) = (inputs[0], inputs[1]);
-        let product = Tensor::f_empty(gate.size(), (gate.kind(), gate.device()))?;
-        let forward = if gate.device() == Device::Cpu { cpu::forward } else { cuda::forward };
-        let (gate_rows, up_rows, product_rows) = (rows(gate)?, rows(up)?, rows(&product)?);
-        forward(&tensors::Forward { gate: &gate_rows, up: &up_rows, silu: None, product: &product_rows })?;
+        let layout = TensorLayout::of(gate)?;
+        let product = Tensor::f_empty(layout.size(), (layout.kind(), layout.device()))?;
+        let forward = if layout.device() == Device::Cpu { cpu::forward } else { cuda::forward };
+        let (gate_rows, up_rows) = (rows(gate)?, rows(up)?);
+        forward(&tensors::Forward { gate: &gate_rows, up: &up_rows, silu: None, product: &product })?;
         record("runtime::swiglu", &product, 3)?;
         ctx.save(gate);
         self.up_was_kept = ctx.needs_input_grad(0);
@@ -73,47 +79,46 @@ impl Function for Product {
             return Err(Error::invalid(NAME, "forward saved no gate for backward"));
         };
         let up = saved.next();
-        let (size, kind, device) = (grad.size(), grad.kind(), grad.device());
+        let layout = TensorLayout::of(&grad)?;
         // A gradient may overwrite the upstream gradient if nothing else uses it.
-        let alone = !ctx.is_recorded() && grad.is_contiguous() && !grad.is_neg() && is_sole_owner(&grad)?;
-        let dense = rows(&grad)?;
-        let spare = if alone { Some(grad) } else { None };
-        let empty = || Tensor::f_empty(&size, (kind, device));
-        let mut spare = spare.into_iter();
-        let mut place = |needed: bool| needed.then(|| spare.next().map_or_else(empty, Ok)).transpose();
-        let (gate_grad, up_grad) = (place(gate_needed)?, place(up_needed)?);
-        let matrix = |tensor: &Option<Tensor>| tensor.as_ref().map(rows).transpose();
-        let gate = rows(&gate)?;
-        // If up was not saved, no requested gradient depends on it.
-        let up_rows = matrix(&up)?;
-        let up_rows = up_rows.as_ref().unwrap_or(&gate);
-        let (gate_grad_rows, up_grad_rows) = (matrix(&gate_grad)?, matrix(&up_grad)?);
-        let backward = if device == Device::Cpu { cpu::backward } else { cuda::backward };
-        backward(&tensors::Backward {
-            gate: &gate,
-            up: up_rows,
-            silu: None,
-            grad: &dense,
-            gate_grad: gate_grad_rows.as_ref(),
-            up_grad: up_grad_rows.as_ref(),
-            product: None,
-        })?;
-        let passes = [true, true, up.is_some(), gate_grad.is_some(), up_grad.is_some()];
-        record("runtime::swiglu_backward", &dense, passes.into_iter().filter(|there| *there).count())?;
-        Ok(vec![gate_grad, up_grad])
+        let alone =
+            !ctx.is_recorded() && layout.is_contiguous() && !layout.is_neg() && layout.is_sole_owner();
+        let empty = || Tensor::f_empty(layout.size(), (layout.kind(), layout.device()));
+        let of_gate = (gate_needed && !alone).then(empty).transpose()?;
+        let of_up = (up_needed && (gate_needed || !alone)).then(empty).transpose()?;
+        {
+            let (grad, gate) = (rows(&grad)?, rows(&gate)?);
+            // If up was not saved, no requested gradient depends on it.
+            let up = up.as_ref().map(rows).transpose()?;
+            let backward = if layout.device() == Device::Cpu { cpu::backward } else { cuda::backward };
+            backward(&tensors::Backward {
+                gate: &gate,
+                up: up.as_deref().unwrap_or(&gate),
+                silu: None,
+                grad: &grad,
+                gate_grad: gate_needed.then(|| of_gate.as_ref().unwrap_or(&grad)),
+                up_grad: up_needed.then(|| of_up.as_ref().unwrap_or(&grad)),
+                product: None,
+            })?;
+            let passes = [true, true, up.is_some(), gate_needed, up_needed];
+            record("runtime::swiglu_backward", &grad, passes.into_iter().filter(|there| *there).count())?;
+        }
+        // The upstream gradient is the first gradient that has no memory of its own.
+        let mut grad = Some(grad);
+        let mut place =
+            |needed: bool, own: Option<Tensor>| if needed { own.or_else(|| grad.take()) } else { None };
+        Ok(vec![place(gate_needed, of_gate), place(up_needed, of_up)])
     }
 }
 
-/// Returns the tensor as dense rows: a view if possible, else a copy.
-fn rows(tensor: &Tensor) -> Result<Tensor> {
+/// Returns the tensor as rows of one distance, each dense: itself, or a copy.
+fn rows(tensor: &Tensor) -> Result<Dense<'_>> {
+    let layout = TensorLayout::of(tensor)?;
+    if has_flat_rows(&layout) && !layout.is_neg() {
+        return Ok(Dense::Same(tensor));
+    }
     let tensor = tensor.f_resolve_neg()?;
-    let size = tensor.size();
-    let columns = size.last().copied().unwrap_or(1);
-    let leading = size.iter().rev().skip(1).product::<i64>();
-    let matrix = tensor.f_reshape([leading, columns])?;
-    let stride = matrix.stride();
-    let dense = (columns < 2 || stride[1] == 1) && (leading < 2 || stride[0] >= columns);
-    if dense { Ok(matrix) } else { Ok(matrix.f_contiguous()?) }
+    Ok(Dense::Copy(if has_flat_rows(&layout) { tensor } else { tensor.f_contiguous()? }))
 }
 
 #[cfg(test)]

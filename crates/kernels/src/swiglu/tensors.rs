@@ -1,6 +1,7 @@
-//! The tensors of the passes: matrices `[tokens, features]` of one shape, dtype and device, with dense rows.
+//! The tensors of the passes: `[…, features]` of one shape, dtype and device, with dense rows at one distance.
 
 use runtime::Result;
+use runtime::tensor_layout::TensorLayout;
 use tch::Tensor;
 
 use super::NAME;
@@ -29,9 +30,10 @@ pub(super) struct ForwardRows {
 impl Forward<'_> {
     /// Checks the tensors: all like the product, and without overlap except that of the product with an input.
     pub(super) fn rows(&self) -> Result<ForwardRows> {
-        let mut operands = Operands::new(NAME, self.product.device());
-        let (kind, size) = (self.product.kind(), self.product.size());
-        let mut rows = |access, name, tensor: &Tensor| operands.rows(access, name, tensor, kind, &size[..]);
+        let product = TensorLayout::of(self.product)?;
+        let mut operands = Operands::new(NAME, product.device());
+        let (kind, size) = (product.kind(), product.size());
+        let mut rows = |access, name, tensor: &Tensor| operands.flat_rows(access, name, tensor, kind, size);
         let checked = ForwardRows {
             gate: rows(Access::Read, "gate", self.gate)?,
             up: rows(Access::Read, "up", self.up)?,
@@ -79,16 +81,17 @@ impl Backward<'_> {
     /// Checks the tensors: all like `grad`, and without overlap except that of an output with an input.
     pub(super) fn rows(&self) -> Result<BackwardRows> {
         const OUTPUT: Access = Access::Overwrite(&["gate", "up", "silu", "grad"]);
-        let mut operands = Operands::new(NAME, self.grad.device());
-        let (kind, size) = (self.grad.kind(), self.grad.size());
+        let layout = TensorLayout::of(self.grad)?;
+        let mut operands = Operands::new(NAME, layout.device());
+        let (kind, size) = (layout.kind(), layout.size());
         let mut rows = |access, name, tensor: Option<&Tensor>| {
-            tensor.map(|tensor| operands.rows(access, name, tensor, kind, &size[..])).transpose()
+            tensor.map(|tensor| operands.flat_rows(access, name, tensor, kind, size)).transpose()
         };
         let (silu, gate_grad) =
             (rows(Access::Read, "silu", self.silu)?, rows(OUTPUT, "gate's gradient", self.gate_grad)?);
         let (up_grad, product) =
             (rows(OUTPUT, "up's gradient", self.up_grad)?, rows(OUTPUT, "product", self.product)?);
-        let mut input = |name, tensor| operands.rows(Access::Read, name, tensor, kind, &size[..]);
+        let mut input = |name, tensor| operands.flat_rows(Access::Read, name, tensor, kind, size);
         let (gate, up, grad) = (input("gate", self.gate)?, input("up", self.up)?, input("grad", self.grad)?);
         operands.check()?;
         Ok(BackwardRows { gate, up, silu, grad, gate_grad, up_grad, product })

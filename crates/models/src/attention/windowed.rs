@@ -3,10 +3,13 @@
 //! A chunk of c queries sees at most w − 1 + c keys with a window w, so the scores take t·(w − 1 + c) elements per head instead of t².
 
 use kernels::attention::{self as fused, CausalOptions, ScaledDotProductOptions, scaled_dot_product};
+use runtime::precision;
+use runtime::tensor_layout::TensorLayout;
 use tch::Tensor;
 
-use super::AttentionConfig;
 use super::explicit::{band, of_heads};
+use super::{AttentionConfig, check_sizes};
+use crate::error::Result;
 
 /// Bounds of the queries per chunk: with fewer the products are too small, with more they multiply many keys outside the window.
 const CHUNK: [i64; 2] = [64, 512];
@@ -19,8 +22,9 @@ pub(crate) fn over_window(
     v: &Tensor,
     options: &AttentionConfig,
 ) -> runtime::Result<Tensor> {
-    let sequence = q.size()[2];
-    if has_kernel(q, options) {
+    let of_q = TensorLayout::of(q)?;
+    let sequence = of_q.size()[2];
+    if has_kernel(&of_q, options) {
         let &AttentionConfig { scale, window, softcap: cap, .. } = options;
         return fused::causal_attention(q, k, v, CausalOptions { scale, window, cap });
     }
@@ -51,8 +55,31 @@ pub(crate) fn over_window(
     Ok(Tensor::f_cat(&parts, 2)?)
 }
 
+/// Returns [`attention`](super::attention) of q `[b, t, heads·head]` over k and v `[b, t, kv_heads·head]` by the kernel of [`has_kernel`].
+///
+/// # Errors
+/// As [`attention`](super::attention).
+pub(crate) fn attention_of_rows(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    head: i64,
+    options: &AttentionConfig,
+) -> Result<Tensor> {
+    let layouts = [TensorLayout::of(q)?, TensorLayout::of(k)?, TensorLayout::of(v)?];
+    let by_heads = |layout: &TensorLayout| match layout.size() {
+        &[batch, sequence, width] => vec![batch, sequence, width / head, head],
+        other => other.to_vec(),
+    };
+    let sizes = layouts.each_ref().map(by_heads);
+    let [_, sequence, ..] = check_sizes(sizes.each_ref().map(Vec::as_slice), options)?;
+    let &AttentionConfig { scale, softcap: cap, .. } = options;
+    let options = CausalOptions { scale, window: options.window.filter(|&window| window < sequence), cap };
+    Ok(precision::attend(q, k, v, &|q, k, v| fused::causal_attention_of_rows(q, k, v, head, options))?)
+}
+
 /// Returns whether the kernel of `kernels` computes this attention. It supports windows, soft caps and grouped heads, but no dropout.
-pub(crate) fn has_kernel(q: &Tensor, options: &AttentionConfig) -> bool {
+pub(crate) fn has_kernel(q: &TensorLayout, options: &AttentionConfig) -> bool {
     options.dropout == 0.0 && fused::takes(q.device(), q.kind())
 }
 

@@ -1,12 +1,13 @@
 //! A block's attention: projections, norms of queries and keys, rotation, attention within the window.
 
 use decoder::{BiasOption, QueryKeyNorm};
+use runtime::tensor_layout::TensorLayout;
 use tch::{Device, Kind, Tensor};
 
 use super::rotary::Rotary;
 use super::{DecoderConfig, norm};
-use crate::attention::{AttentionConfig, attention};
-use crate::error::{Error, Result};
+use crate::attention::{AttentionConfig, AttentionPath, attention, attention_of_rows, has_kernel};
+use crate::error::{Error, Result, wrong_shape};
 use crate::init::Init;
 use crate::linear::Linear;
 use crate::module::{Attention, Context, Module, Projection, Visitor, VisitorMut};
@@ -100,16 +101,53 @@ impl SelfAttention {
             }
         }
     }
+
+    /// Returns whether queries, keys and values stay as the projections return them, so that the graph has no view of each: for rows of one
+    /// document each, by the kernel that reads heads in any layout.
+    fn takes_rows(&self, q: &TensorLayout, context: &Context<'_>) -> bool {
+        let by_head = matches!(&self.norms, Some((_, false)));
+        let whole_heads = self.rope.as_ref().is_none_or(Rotary::turns_whole_heads);
+        let options = self.options_for(context);
+        let fused = options.path == AttentionPath::Fused && has_kernel(q, &options);
+        context.extension.is_none() && context.documents.is_none() && !by_head && whole_heads && fused
+    }
+
+    fn options_for(&self, context: &Context<'_>) -> AttentionConfig {
+        let dropout = if context.training { self.options.dropout } else { 0.0 };
+        AttentionConfig { dropout, ..self.options }
+    }
 }
 
 impl Attention for SelfAttention {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        let [q, k, v] = self.project(x_btd, context)?;
+        let options = self.options_for(context);
+        if self.takes_rows(&TensorLayout::of(&q)?, context) {
+            let (q, k) = match &self.norms {
+                None => (q, k),
+                Some((norms, _)) => (norms[0].forward(&q)?, norms[1].forward(&k)?),
+            };
+            let (q, k) = match &self.rope {
+                Some(rope) => rope.rotate((q, k), context)?,
+                None => (q, k),
+            };
+            let attended = attention_of_rows(&q, &k, &v, self.head, &options)?;
+            return self.o_proj.forward(&attended, context);
+        }
         // [b, t, heads·head] to [b, t, heads, head]; the projection's width decides the number of heads.
         let heads = |joint: &Tensor| -> Result<Tensor> {
-            let (batch, sequence, width) = joint.size3()?;
+            let layout = TensorLayout::of(joint)?;
+            let &[batch, sequence, width] = layout.size() else {
+                let expected = "[batch, sequence, heads·head]".to_owned();
+                return Err(wrong_shape(
+                    "attention",
+                    "a projection's result",
+                    layout.size().to_vec(),
+                    expected,
+                ));
+            };
             Ok(joint.f_view([batch, sequence, width / self.head, self.head])?)
         };
-        let [q, k, v] = self.project(x_btd, context)?;
         let normalised = match &self.norms {
             None => (heads(&q)?, heads(&k)?),
             Some((norms, true)) => (heads(&norms[0].forward(&q)?)?, heads(&norms[1].forward(&k)?)?),
@@ -118,13 +156,10 @@ impl Attention for SelfAttention {
         // Each step's results replace those of the step before, which nothing else holds without a graph.
         drop((q, k));
         let (q, k) = match &self.rope {
-            Some(rope) => rope.rotate(&normalised.0, &normalised.1, context)?,
-            None => (normalised.0.shallow_clone(), normalised.1.shallow_clone()),
+            Some(rope) => rope.rotate(normalised, context)?,
+            None => normalised,
         };
-        drop(normalised);
         let v = heads(&v)?;
-        let dropout = if context.training { self.options.dropout } else { 0.0 };
-        let options = AttentionConfig { dropout, ..self.options };
         let attended = match context.extension {
             Some(extension) => extension.attend(self.layer, &q, &k, &v, &options)?,
             None => attention(&q, &k, &v, context.documents, &options)?,

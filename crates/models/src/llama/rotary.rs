@@ -63,24 +63,31 @@ impl Rotary {
         Ok(Self { table: short, long: Some(long), head: config.head_dim, width })
     }
 
-    /// Rotates `q` `[b, t, heads, head]` and `k` `[b, t, kv_heads, head]` by their positions.
-    pub(super) fn rotate(&self, q: &Tensor, k: &Tensor, context: &Context<'_>) -> Result<(Tensor, Tensor)> {
-        let table = self.table(q.size()[1], context)?;
-        if self.width == self.head {
-            return table.rotate(q, k, context.positions);
+    /// Returns whether all columns of a head rotate.
+    pub(super) fn turns_whole_heads(&self) -> bool {
+        self.width == self.head
+    }
+
+    /// Rotates `q` `[b, t, heads, head]` and `k` `[b, t, kv_heads, head]` by their positions; where
+    /// [whole heads](Self::turns_whole_heads) rotate also `[b, t, heads·head]`.
+    pub(super) fn rotate(&self, (q, k): (Tensor, Tensor), context: &Context<'_>) -> Result<(Tensor, Tensor)> {
+        let table = self.table(&q, context)?;
+        if self.turns_whole_heads() {
+            return table.rotate(&q, &k, context.positions);
         }
         let part = |x: &Tensor| x.f_narrow(3, 0, self.width);
-        let (rotated_q, rotated_k) = table.rotate(&part(q)?, &part(k)?, context.positions)?;
+        let (rotated_q, rotated_k) = table.rotate(&part(&q)?, &part(&k)?, context.positions)?;
         let joined = |rotated: Tensor, x: &Tensor| -> Result<Tensor> {
             let rest = x.f_narrow(3, self.width, self.head - self.width)?;
             Ok(Tensor::f_cat(&[rotated, rest], 3)?)
         };
-        Ok((joined(rotated_q, q)?, joined(rotated_k, k)?))
+        Ok((joined(rotated_q, &q)?, joined(rotated_k, &k)?))
     }
 
     /// The table of this batch, whose longest row decides.
-    fn table(&self, sequence: i64, context: &Context<'_>) -> Result<&RotaryTable> {
+    fn table(&self, q: &Tensor, context: &Context<'_>) -> Result<&RotaryTable> {
         let Some((original, long)) = &self.long else { return Ok(&self.table) };
+        let sequence = q.size()[1];
         let is_long = match (context.extension, context.positions) {
             // A cache's rows are as long as its longest, without reading the positions from the device.
             (Some(extension), _) => extension.end() > *original,

@@ -159,8 +159,8 @@ impl<F, const INPUTS: usize, const OUTPUTS: usize> Function for Segment<F, INPUT
 where
     F: Fn([&Tensor; INPUTS]) -> Result<[Tensor; OUTPUTS]> + Send + 'static,
 {
-    fn name(&self) -> String {
-        "checkpoint".to_owned()
+    fn name(&self) -> &'static str {
+        "checkpoint"
     }
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {

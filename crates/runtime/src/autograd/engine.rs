@@ -32,6 +32,11 @@ impl GradMode {
         sys::grad_mode().expect("reading a thread-local flag cannot fail")
     }
 
+    /// Returns the guard of a mode that was on, and that a node has turned off.
+    pub(super) fn turned_off() -> Self {
+        Self { previous: true, _thread: PhantomData }
+    }
+
     fn set(enabled: bool) -> Self {
         let previous = sys::set_grad_mode(enabled).expect("setting a thread-local flag cannot fail");
         Self { previous, _thread: PhantomData }
@@ -103,6 +108,23 @@ pub fn set_grad(leaf: &Tensor, grad: Option<&Tensor>) -> Result<()> {
         return invalid(format!("the gradient is {} and the leaf {}", of(grad), of(leaf)));
     }
     sys::set_grad(leaf, grad)
+}
+
+/// Returns the accumulated gradient of each leaf, sharing memory; `None` where it has none. One call into libtorch, which is what an optimizer
+/// needs of hundreds of parameters.
+///
+/// # Errors
+/// An undefined leaf.
+pub fn gradients(leaves: &[&Tensor]) -> Result<Vec<Option<Tensor>>> {
+    sys::gradients(leaves)
+}
+
+/// Removes the accumulated gradient of each leaf, as [`set_grad`] with `None`.
+///
+/// # Errors
+/// An undefined leaf.
+pub fn clear_gradients(leaves: &[&Tensor]) -> Result<()> {
+    sys::clear_gradients(leaves)
 }
 
 fn same_count(operation: &'static str, outputs: &[&Tensor], grads: &[Option<&Tensor>]) -> Result<()> {

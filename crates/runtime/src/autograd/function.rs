@@ -1,6 +1,7 @@
 //! The trait of custom functions, and the node that owns one.
 
 use parking_lot::ReentrantMutex;
+use smallvec::{SmallVec, smallvec};
 use tch::Tensor;
 
 use super::engine::GradMode;
@@ -16,10 +17,10 @@ pub trait Function: Send + 'static {
     const TWICE_DIFFERENTIABLE: bool = false;
 
     /// Returns the name in errors and printed graphs.
-    fn name(&self) -> String {
+    fn name(&self) -> &'static str {
         let path = std::any::type_name::<Self>();
         let base = path.split('<').next().unwrap_or(path);
-        base.rsplit("::").next().unwrap_or(base).to_owned()
+        base.rsplit("::").next().unwrap_or(base)
     }
 
     /// Computes the outputs. Runs without recording gradients; must not change the inputs.
@@ -34,9 +35,8 @@ pub trait Function: Send + 'static {
 #[derive(Debug)]
 pub struct Forward<'a> {
     needs: &'a [bool],
-    recording: bool,
-    saved: Vec<Tensor>,
-    non_differentiable: Vec<usize>,
+    node: Option<&'a sys::Node>,
+    non_differentiable: SmallVec<[usize; 4]>,
 }
 
 impl Forward<'_> {
@@ -47,13 +47,13 @@ impl Forward<'_> {
 
     /// Returns whether there can be a backward. If not, saved tensors are ignored.
     pub fn will_run_backward(&self) -> bool {
-        self.recording
+        self.node.is_some()
     }
 
     /// Keeps `tensor` (an input, an output, or an intermediate) for backward. Costs no copy.
     pub fn save(&mut self, tensor: &Tensor) {
-        if self.recording {
-            self.saved.push(tensor.shallow_clone());
+        if let Some(node) = self.node {
+            node.save(tensor);
         }
     }
 
@@ -66,7 +66,7 @@ impl Forward<'_> {
 /// The context of a [`Function::backward`].
 #[derive(Debug)]
 pub struct Backward {
-    needed: Vec<bool>,
+    needed: sys::Flags,
     saved: Vec<Tensor>,
     pass: sys::Pass,
 }
@@ -142,7 +142,7 @@ impl<F: Function> sys::NodeBackward for Bound<F> {
         &self,
         grads: Vec<Option<Tensor>>,
         saved: Vec<Tensor>,
-        needed: Vec<bool>,
+        needed: sys::Flags,
         pass: sys::Pass,
     ) -> Result<Vec<Option<Tensor>>> {
         self.0.lock().backward(&mut Backward { needed, saved, pass }, grads)
@@ -159,7 +159,7 @@ pub fn apply<F: Function, const OUTPUTS: usize>(
     function: F,
     inputs: &[&Tensor],
 ) -> Result<[Tensor; OUTPUTS]> {
-    exactly(F::name(&function), apply_with(function, inputs, false)?)
+    exactly(function.name(), apply_with(function, inputs, false)?)
 }
 
 /// As [`apply`], for a function whose number of outputs depends on its value.
@@ -179,10 +179,10 @@ pub fn apply_always<F: Function, const OUTPUTS: usize>(
     function: F,
     inputs: &[&Tensor],
 ) -> Result<[Tensor; OUTPUTS]> {
-    exactly(F::name(&function), apply_with(function, inputs, true)?)
+    exactly(function.name(), apply_with(function, inputs, true)?)
 }
 
-fn exactly<const OUTPUTS: usize>(name: String, outputs: Vec<Tensor>) -> Result<[Tensor; OUTPUTS]> {
+fn exactly<const OUTPUTS: usize>(name: &str, outputs: Vec<Tensor>) -> Result<[Tensor; OUTPUTS]> {
     outputs.try_into().map_err(|outputs: Vec<Tensor>| {
         let count = outputs.len();
         Error::invalid("autograd::apply", format!("`{name}` has {count} outputs; {OUTPUTS} were expected"))
@@ -191,26 +191,20 @@ fn exactly<const OUTPUTS: usize>(name: String, outputs: Vec<Tensor>) -> Result<[
 
 fn apply_with<F: Function>(mut function: F, inputs: &[&Tensor], always: bool) -> Result<Vec<Tensor>> {
     let name = function.name();
-    let (node, needs) = sys::Node::new(&name, inputs, always)?;
-    let mut ctx = Forward {
-        needs: &needs,
-        recording: node.is_some(),
-        saved: Vec::new(),
-        non_differentiable: Vec::new(),
-    };
-    let outputs = {
-        let _no_grad = GradMode::off();
-        function.forward(&mut ctx, inputs)?
-    };
+    let sys::Begun { node, needs, recorded } = sys::Node::begin(name, inputs, always)?;
+    // Nothing is recorded from here on, until the outputs are connected or this guard is dropped.
+    let no_grad = recorded.then(GradMode::turned_off);
+    let mut ctx = Forward { needs: &needs, node: node.as_ref(), non_differentiable: SmallVec::new() };
+    let mut outputs = function.forward(&mut ctx, inputs)?;
+    let marked = ctx.non_differentiable;
     let Some(node) = node else {
         // Returned directly, an input or a captured tensor would carry gradients past this function.
         let without_history =
             |output: Tensor| if output.requires_grad() { output.f_detach() } else { Ok(output) };
         return Ok(outputs.into_iter().map(without_history).collect::<std::result::Result<_, _>>()?);
     };
-    let Forward { saved, non_differentiable, .. } = ctx;
-    let mut differentiable = vec![true; outputs.len()];
-    for index in non_differentiable {
+    let mut differentiable: sys::Flags = smallvec![true; outputs.len()];
+    for index in marked {
         *differentiable.get_mut(index).ok_or_else(|| {
             let count = outputs.len();
             Error::invalid(
@@ -219,6 +213,8 @@ fn apply_with<F: Function>(mut function: F, inputs: &[&Tensor], always: bool) ->
             )
         })? = false;
     }
-    let bound = Box::new(Bound(ReentrantMutex::new(function)));
-    node.attach(inputs, &outputs, &differentiable, &saved, F::TWICE_DIFFERENTIABLE, bound)
+    std::mem::forget(no_grad);
+    let bound = Bound(ReentrantMutex::new(function));
+    node.attach(inputs, &mut outputs, &differentiable, F::TWICE_DIFFERENTIABLE, bound)?;
+    Ok(outputs)
 }

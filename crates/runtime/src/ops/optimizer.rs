@@ -4,9 +4,8 @@ use std::borrow::Borrow;
 
 use tch::Tensor;
 
-use super::{Value, call, foreach, list};
 use crate::error::{Error, Result};
-use crate::sys::tensor::bump_version;
+use crate::sys::optimizer as sys;
 
 /// The hyperparameters of a step of Adam or AdamW; the defaults are those of PyTorch's AdamW.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -70,7 +69,7 @@ pub fn fused_adamw_<T: Borrow<Tensor>>(
     options: AdamW,
     unscale: Option<Unscale<'_>>,
 ) -> Result<()> {
-    fused(["fused_adamw_", "aten::_fused_adamw_"], tensors, options, unscale)
+    fused("fused_adamw_", true, tensors, options, unscale)
 }
 
 /// Runs one step of Adam over all parameters, in place and without a graph (`_fused_adam_`; Kingma & Ba, arXiv:1412.6980). As
@@ -83,11 +82,12 @@ pub fn fused_adam_<T: Borrow<Tensor>>(
     options: AdamW,
     unscale: Option<Unscale<'_>>,
 ) -> Result<()> {
-    fused(["fused_adam_", "aten::_fused_adam_"], tensors, options, unscale)
+    fused("fused_adam_", false, tensors, options, unscale)
 }
 
 fn fused<T: Borrow<Tensor>>(
-    [name, operator]: [&'static str; 2],
+    name: &'static str,
+    decoupled: bool,
     tensors: &AdamWTensors<'_, T>,
     options: AdamW,
     unscale: Option<Unscale<'_>>,
@@ -104,44 +104,12 @@ fn fused<T: Borrow<Tensor>>(
     if params.is_empty() {
         return Ok(());
     }
-    let _no_grad = tch::no_grad_guard();
-    foreach::add_scalar_(steps, 1.0)?;
-    let positional = [
-        list(params),
-        list(grads),
-        list(exp_avgs),
-        list(exp_avg_sqs),
-        Value::TensorList(Vec::new()),
-        list(steps),
-    ];
     let AdamW { lr, beta1, beta2, weight_decay, eps, maximize } = options;
-    let mut named = vec![
-        ("lr", lr.into()),
-        ("beta1", beta1.into()),
-        ("beta2", beta2.into()),
-        ("weight_decay", weight_decay.into()),
-        ("eps", eps.into()),
-        ("amsgrad", false.into()),
-        ("maximize", maximize.into()),
-    ];
-    if let Some(Unscale { scale, found_inf }) = unscale {
-        named.extend(scale.map(|scale| ("grad_scale", scale.into())));
-        named.push(("found_inf", found_inf.into()));
-    }
-    let result = call(operator, "", &positional, &named).map(drop);
-    match (&result, unscale) {
-        (Err(_), _) => foreach::add_scalar_(steps, -1.0)?,
-        (Ok(()), Some(Unscale { found_inf, .. })) => {
-            let found_inf = found_inf.f_reshape([] as [i64; 0])?;
-            let skipped: Vec<&Tensor> = steps.iter().map(|_| &found_inf).collect();
-            foreach::sub_(steps, &skipped)?;
-        }
-        (Ok(()), None) => {}
-    }
-    // The kernel does not increment version counters: without this, a graph that saved a parameter would not detect the change, and
-    // caches of casts or device copies would be stale.
-    for changed in [params, exp_avgs, exp_avg_sqs] {
-        changed.iter().try_for_each(|tensor| bump_version(tensor.borrow()))?;
-    }
-    result
+    let (decoupled, maximize) = (decoupled.into(), maximize.into());
+    let options = sys::RawAdam { lr, beta1, beta2, weight_decay, eps, decoupled, maximize };
+    let (scale, found_inf) =
+        unscale.map_or((None, None), |Unscale { scale, found_inf }| (scale, Some(found_inf)));
+    // The kernel increments no versions; the call does, so that a graph that saved a parameter detects the change, and caches of casts or
+    // device copies are not stale.
+    sys::fused_adam(options, [params, grads, exp_avgs, exp_avg_sqs, steps], scale, found_inf)
 }

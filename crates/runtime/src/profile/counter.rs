@@ -118,7 +118,15 @@ pub fn recompute() -> Recompute {
 /// # Errors
 /// [`Error::Torch`](crate::Error::Torch) when memory runs out.
 pub fn record_external(name: &str, flops: Flops, bytes: u64) -> Result<()> {
+    if !sys::is_counting() {
+        return Ok(());
+    }
     sys::record(name, flops.dense, flops.causal, bytes)
+}
+
+/// Returns whether a counter runs, for kernels whose FLOPs or bytes take time to compute: without one, [`record_external`] does nothing.
+pub fn is_counting() -> bool {
+    sys::is_counting()
 }
 
 /// Returns the FLOPs of a call of an operator by the counter's formula, without calling it; `None` without a formula.

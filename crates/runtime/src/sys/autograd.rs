@@ -1,10 +1,11 @@
 //! Nodes of libtorch's graph, and the engine (`cpp/autograd.cpp`).
 
-use std::ffi::{CString, c_char, c_int, c_void};
+use std::ffi::{c_char, c_int, c_void};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::ptr::{NonNull, null_mut};
 
 use parking_lot::Mutex;
+use smallvec::SmallVec;
 use tch::Tensor;
 use torch_sys::C_tensor;
 
@@ -22,7 +23,7 @@ type BackwardCallback = extern "C" fn(
     grad_count: usize,
     saved: *const *mut C_tensor,
     saved_count: usize,
-    needed: *const u8,
+    needed: *const bool,
     out: *mut *mut C_tensor,
     out_count: usize,
     keep_saved: c_int,
@@ -32,29 +33,29 @@ type BackwardCallback = extern "C" fn(
 unsafe extern "C" {
     fn rt_grad_mode(enabled: *mut c_int) -> Status;
     fn rt_grad_mode_set(enabled: c_int, previous: *mut c_int) -> Status;
-    fn rt_node_new(
+    fn rt_node_begin(
         name: *const c_char,
+        name_size: usize,
         inputs: *const *const C_tensor,
         input_count: usize,
         always: c_int,
-        needs_grad: *mut u8,
+        needs_grad: *mut bool,
+        recording: *mut c_int,
         out: *mut *mut RawNode,
     ) -> Status;
+    fn rt_node_save(node: *mut RawNode, tensor: *const C_tensor);
     fn rt_node_free(node: *mut RawNode);
     fn rt_node_attach(
         node: *mut RawNode,
         inputs: *const *const C_tensor,
         input_count: usize,
-        outputs: *const *const C_tensor,
+        outputs: *const *mut C_tensor,
         output_count: usize,
-        differentiable: *const u8,
-        saved: *const *const C_tensor,
-        saved_count: usize,
+        differentiable: *const bool,
         twice_differentiable: c_int,
         backward: BackwardCallback,
         drop: extern "C" fn(*mut c_void),
         state: *mut c_void,
-        wrapped: *mut *mut C_tensor,
     ) -> Status;
     fn rt_backward_run(
         outputs: *const *const C_tensor,
@@ -76,6 +77,8 @@ unsafe extern "C" {
         result: *mut *mut C_tensor,
     ) -> Status;
     fn rt_set_grad(leaf: *const C_tensor, grad: *const C_tensor) -> Status;
+    fn rt_gradients(leaves: *const *const C_tensor, count: usize, grads: *mut *mut C_tensor) -> Status;
+    fn rt_clear_gradients(leaves: *const *const C_tensor, count: usize) -> Status;
     fn rt_is_checkpoint_valid(valid: *mut c_int) -> Status;
     fn rt_at_end_of_backward(
         context: *mut c_void,
@@ -187,104 +190,121 @@ pub(crate) trait NodeBackward: Send + Sync {
         &self,
         grads: Vec<Option<Tensor>>,
         saved: Vec<Tensor>,
-        needed: Vec<bool>,
+        needed: Flags,
         pass: Pass,
     ) -> Result<Vec<Option<Tensor>>>;
 }
 
+/// A flag for each input or output of a function.
+pub(crate) type Flags = SmallVec<[bool; 16]>;
+
 /// A node that has no outputs yet.
+#[derive(Debug)]
 pub(crate) struct Node(NonNull<RawNode>);
 
 impl Drop for Node {
     fn drop(&mut self) {
-        // SAFETY: the handle is ours and dropped once; outputs hold their own reference to the node.
+        // SAFETY: the handle is ours and dropped once.
         unsafe { rt_node_free(self.0.as_ptr()) }
     }
 }
 
+/// The beginning of a function's forward, which does not record gradients.
+pub(crate) struct Begun {
+    /// A node over the inputs, if gradients were recorded and an input needs one (or always).
+    pub(crate) node: Option<Node>,
+    /// The inputs that need a gradient.
+    pub(crate) needs: Flags,
+    /// Whether this thread recorded gradients before.
+    pub(crate) recorded: bool,
+}
+
 impl Node {
-    /// Returns a node over `inputs` if gradients are recorded and an input needs one (or `always`), and which inputs need one.
-    pub(crate) fn new(name: &str, inputs: &[&Tensor], always: bool) -> Result<(Option<Self>, Vec<bool>)> {
-        let name = CString::new(name.replace('\0', " ")).expect("NUL was replaced");
-        let inputs = pointers(inputs);
-        let mut needs = vec![0u8; inputs.len()];
-        let mut node = null_mut();
-        // SAFETY: `inputs` and `needs` have `inputs.len()` entries and outlive the call; so does the name.
+    /// Makes a node over `inputs` if gradients are recorded and an input needs one (or `always`), and turns the recording off on this
+    /// thread. [`Node::attach`] turns it on again; without a node, the caller does.
+    pub(crate) fn begin(name: &'static str, inputs: &[&Tensor], always: bool) -> Result<Begun> {
+        let pointers = pointers(inputs);
+        let mut needs: Flags = SmallVec::from_elem(false, inputs.len());
+        let (mut recorded, mut node) = (0, null_mut());
+        // SAFETY: `pointers` and `needs` have `inputs.len()` entries and outlive the call; C++ writes 0 or 1 into each of `needs`. The
+        // name is static, so that it outlives the node.
         unsafe {
-            check(rt_node_new(
-                name.as_ptr(),
-                inputs.as_ptr(),
-                inputs.len(),
+            check(rt_node_begin(
+                name.as_ptr().cast(),
+                name.len(),
+                pointers.as_ptr(),
+                pointers.len(),
                 always.into(),
                 needs.as_mut_ptr(),
+                &mut recorded,
                 &mut node,
             ))
         }?;
-        Ok((NonNull::new(node).map(Self), needs.into_iter().map(|need| need != 0).collect()))
+        Ok(Begun { node: NonNull::new(node).map(Self), needs, recorded: recorded != 0 })
     }
 
-    /// Connects the outputs to this node and gives it the saved tensors and the state. Returns the connected outputs.
-    pub(crate) fn attach(
+    /// Keeps a reference to `tensor` for backward.
+    pub(crate) fn save(&self, tensor: &Tensor) {
+        // SAFETY: the node is ours and has no outputs yet; the tensor outlives the call, which takes a reference.
+        unsafe { rt_node_save(self.0.as_ptr(), tensor.as_ptr()) }
+    }
+
+    /// Connects the outputs to this node, gives it the state, and turns the recording of gradients on. An output that other code also
+    /// holds becomes an alias.
+    pub(crate) fn attach<B: NodeBackward>(
         self,
         inputs: &[&Tensor],
-        outputs: &[Tensor],
+        outputs: &mut [Tensor],
         differentiable: &[bool],
-        saved: &[Tensor],
         twice_differentiable: bool,
-        backward: Box<dyn NodeBackward>,
-    ) -> Result<Vec<Tensor>> {
+        backward: B,
+    ) -> Result<()> {
         assert_eq!(outputs.len(), differentiable.len());
-        let (inputs, output_pointers, saved) = (pointers(inputs), pointers(outputs), pointers(saved));
-        let differentiable: Vec<u8> = differentiable.iter().map(|&flag| flag.into()).collect();
+        let inputs = pointers(inputs);
+        let outputs: SmallVec<[*mut C_tensor; 4]> = outputs.iter_mut().map(Tensor::as_mut_ptr).collect();
         let state = Box::into_raw(Box::new(backward)).cast::<c_void>();
-        let mut wrapped = vec![null_mut(); outputs.len()];
-        // SAFETY: every array has the length given beside it and outlives the call; `state` is a Box of the type that
-        // both callbacks expect, and C++ takes it in every case.
+        let node = self.0.as_ptr();
+        std::mem::forget(self);
+        // SAFETY: every array has the length given beside it and outlives the call, which writes to the outputs, borrowed mutably.
+        // `state` is a Box of the type that both callbacks expect. C++ takes the node and the state in every case.
         unsafe {
             check(rt_node_attach(
-                self.0.as_ptr(),
+                node,
                 inputs.as_ptr(),
                 inputs.len(),
-                output_pointers.as_ptr(),
-                output_pointers.len(),
+                outputs.as_ptr(),
+                outputs.len(),
                 differentiable.as_ptr(),
-                saved.as_ptr(),
-                saved.len(),
                 twice_differentiable.into(),
-                run_backward,
-                drop_state,
+                run_backward::<B>,
+                drop_state::<B>,
                 state,
-                wrapped.as_mut_ptr(),
             ))
-        }?;
-        // SAFETY: on success each entry is a tensor that is ours.
-        Ok(wrapped.into_iter().map(|pointer| unsafe { take(pointer) }.unwrap_or_default()).collect())
+        }
     }
 }
 
-type State = Box<dyn NodeBackward>;
-
-extern "C" fn run_backward(
+extern "C" fn run_backward<B: NodeBackward>(
     state: *mut c_void,
     grads: *const *mut C_tensor,
     grad_count: usize,
     saved: *const *mut C_tensor,
     saved_count: usize,
-    needed: *const u8,
+    needed: *const bool,
     out: *mut *mut C_tensor,
     out_count: usize,
     keep_saved: c_int,
     create_graph: c_int,
 ) -> Status {
     callback(|| {
-        // SAFETY: `state` is the Box that `attach` gave, alive while the node runs (C++ holds a shared pointer), and
-        // `dyn NodeBackward` is Sync, so that several threads may run it.
-        let state = unsafe { &*state.cast::<State>() };
+        // SAFETY: `state` is the Box that `attach` gave, alive while the node runs (C++ holds a shared pointer), and a
+        // `NodeBackward` is Sync, so that several threads may run it.
+        let state = unsafe { &*state.cast::<B>() };
         // SAFETY: each array has the length given beside it; the tensors in `grads` and `saved` are given to us.
         let (grads, saved, needed) = unsafe {
             let grads: Vec<_> = (0..grad_count).map(|i| take(*grads.add(i))).collect();
             let saved: Vec<_> = (0..saved_count).map(|i| take(*saved.add(i)).unwrap_or_default()).collect();
-            let needed: Vec<_> = (0..out_count).map(|i| *needed.add(i) != 0).collect();
+            let needed: Flags = (0..out_count).map(|i| *needed.add(i)).collect();
             (grads, saved, needed)
         };
         let result = state.run(
@@ -311,11 +331,11 @@ extern "C" fn run_backward(
     })
 }
 
-extern "C" fn drop_state(state: *mut c_void) {
+extern "C" fn drop_state<B: NodeBackward>(state: *mut c_void) {
     // A panic in the drop cannot be returned: the panic hook reports it, and it ends here.
     let _ = catch_unwind(AssertUnwindSafe(|| {
         // SAFETY: C++ gives the Box back once, when nothing uses it any more.
-        drop(unsafe { Box::from_raw(state.cast::<State>()) });
+        drop(unsafe { Box::from_raw(state.cast::<B>()) });
     }));
 }
 
@@ -352,6 +372,23 @@ pub(crate) fn backward(
 pub(crate) fn set_grad(leaf: &Tensor, grad: Option<&Tensor>) -> Result<()> {
     // SAFETY: both tensors outlive the call; null is "no gradient".
     unsafe { check(rt_set_grad(leaf.as_ptr(), grad.map_or(std::ptr::null(), Tensor::as_ptr))) }
+}
+
+/// Returns the `.grad` of each leaf.
+pub(crate) fn gradients(leaves: &[&Tensor]) -> Result<Vec<Option<Tensor>>> {
+    let leaves = pointers(leaves);
+    let mut grads = vec![null_mut(); leaves.len()];
+    // SAFETY: both arrays have `leaves.len()` entries and outlive the call.
+    unsafe { check(rt_gradients(leaves.as_ptr(), leaves.len(), grads.as_mut_ptr())) }?;
+    // SAFETY: on success each entry is null or a tensor that is ours.
+    Ok(grads.into_iter().map(|pointer| unsafe { take(pointer) }).collect())
+}
+
+/// Removes the `.grad` of each leaf.
+pub(crate) fn clear_gradients(leaves: &[&Tensor]) -> Result<()> {
+    let leaves = pointers(leaves);
+    // SAFETY: the array has `leaves.len()` entries and outlives the call.
+    unsafe { check(rt_clear_gradients(leaves.as_ptr(), leaves.len())) }
 }
 
 /// Returns the gradients of `inputs`; `None` for an input that the outputs do not depend on.

@@ -16,6 +16,8 @@ const NEGATED: u8 = 2;
 const CONTIGUOUS: u8 = 4;
 const MEMORY: u8 = 8;
 const OTHER_DEVICE: u8 = 16;
+const RECORDED: u8 = 32;
+const SOLE_OWNER: u8 = 64;
 
 /// `TensorLayout` of `cpp/layout.cpp`.
 #[repr(C)]
@@ -87,6 +89,21 @@ impl TensorLayout {
         self.kind
     }
 
+    /// Returns whether the elements are floating-point numbers.
+    pub fn is_floating_point(&self) -> bool {
+        matches!(
+            self.kind,
+            Kind::Half
+                | Kind::Float
+                | Kind::Double
+                | Kind::BFloat16
+                | Kind::Float8e5m2
+                | Kind::Float8e4m3fn
+                | Kind::Float8e5m2fnuz
+                | Kind::Float8e4m3fnuz
+        )
+    }
+
     /// Returns the device.
     pub fn device(&self) -> Device {
         usize::try_from(self.raw.device).map_or(Device::Cpu, Device::Cuda)
@@ -105,6 +122,21 @@ impl TensorLayout {
     /// Returns whether the elements are dense, in the order of the dimensions.
     pub fn is_contiguous(&self) -> bool {
         self.raw.flags & CONTIGUOUS != 0
+    }
+
+    /// Returns whether operators with this tensor are recorded: it requires a gradient, and this thread records gradients.
+    pub fn is_recorded(&self) -> bool {
+        self.raw.flags & RECORDED != 0
+    }
+
+    /// Returns whether no other code can access the memory, as [`is_sole_owner`](super::tensor::is_sole_owner).
+    pub fn is_sole_owner(&self) -> bool {
+        self.raw.flags & SOLE_OWNER != 0
+    }
+
+    /// Returns the bytes of the elements.
+    pub fn bytes(&self) -> usize {
+        self.numel() * self.kind.elt_size_in_bytes()
     }
 
     /// Returns the addresses of the elements; empty without elements.

@@ -25,7 +25,8 @@ unsafe extern "C" {
 /// A thread that records a step ([`crate::device::graph::Capture::recorder`]).
 pub fn for_each<W: Fn(usize) + Sync>(tasks: usize, work: W) -> Result<()> {
     super::recorder::refuse("a kernel computes outside libtorch's dispatcher")?;
-    let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1).min(tasks);
+    let threads =
+        if tasks < 2 { tasks } else { usize::try_from(tch::get_num_threads()).unwrap_or(1).min(tasks) };
     let shared = Shared { work, tasks, next: AtomicUsize::new(0), panic: Mutex::new(None) };
     if threads < 2 {
         shared.run();

@@ -6,6 +6,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::ptr::null_mut;
 use std::slice;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use tch::Tensor;
 use torch_sys::C_tensor;
@@ -68,6 +69,7 @@ unsafe extern "C" {
     fn rt_counter_rows(counter: *const RawCounter, visit: VisitRow, context: *mut c_void) -> Status;
     fn rt_counter_record(name: *const c_char, size: usize, dense: u64, causal: u64, bytes: u64) -> Status;
     fn rt_recompute(change: c_int);
+    static rt_running_counters: AtomicUsize;
 }
 
 /// Keeps a type on the thread that made it.
@@ -170,6 +172,12 @@ impl Drop for Counter {
         // SAFETY: the counter is ours, on the thread that started it as `Counter` is not `Send`, and not used after this.
         let _ = unsafe { check(rt_counter_stop(self.0)) };
     }
+}
+
+/// Returns whether a counter runs.
+pub(crate) fn is_counting() -> bool {
+    // SAFETY: a `std::atomic<size_t>` of the shim, which has the layout of an `AtomicUsize` and lives as long as the process.
+    unsafe { rt_running_counters.load(Ordering::Relaxed) > 0 }
 }
 
 pub(crate) fn record(name: &str, dense: u64, causal: u64, bytes: u64) -> Result<()> {

@@ -1,17 +1,20 @@
 //! The memory behind a tensor, for kernels that read and write it themselves (`cpp/tensor.cpp`).
 
 use std::ffi::c_int;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 
 use tch::Tensor;
 use torch_sys::C_tensor;
 
+use super::layout::TensorLayout;
 use super::{Status, check, take};
 use crate::error::{Error, Result};
 
 unsafe extern "C" {
     fn rt_movable_new(bytes: usize, prototype: *const C_tensor, out: *mut *mut C_tensor) -> Status;
     fn rt_movable_set(movable: *const C_tensor, memory: *const C_tensor) -> Status;
+    fn rt_mm(out: *const C_tensor, a: *const C_tensor, b: *const C_tensor, accumulate: c_int) -> Status;
+    fn rt_scale(tensor: *const C_tensor, factor: f64) -> Status;
     fn rt_bump_version(tensor: *const C_tensor) -> Status;
     fn rt_identity(tensor: *const C_tensor, identity: *mut usize) -> Status;
     fn rt_is_sole_owner(tensor: *const C_tensor, sole: *mut c_int) -> Status;
@@ -34,6 +37,18 @@ pub(crate) fn set_movable(movable: &Tensor, memory: Option<&Tensor>) -> Result<(
     let memory = memory.map_or(std::ptr::null(), Tensor::as_ptr);
     // SAFETY: both tensors outlive the call; the storage keeps a reference to the memory, and has its size.
     unsafe { check(rt_movable_set(movable.as_ptr(), memory)) }
+}
+
+/// See [`crate::ops::mm_out`].
+pub(crate) fn mm(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
+    // SAFETY: the tensors outlive the call; `out` is borrowed mutably.
+    unsafe { check(rt_mm(out.as_ptr(), a.as_ptr(), b.as_ptr(), accumulate.into())) }
+}
+
+/// See [`crate::ops::scale_`].
+pub(crate) fn scale(tensor: &mut Tensor, factor: f64) -> Result<()> {
+    // SAFETY: the tensor outlives the call, and is borrowed mutably.
+    unsafe { check(rt_scale(tensor.as_ptr(), factor)) }
 }
 
 /// Records in libtorch that the tensor's values were changed.
@@ -114,15 +129,49 @@ pub fn address(tensor: &Tensor) -> Result<usize> {
     Ok(if range.is_empty() { 0 } else { tensor.data_ptr() as usize })
 }
 
+/// A tensor that kernels read: the caller's, or a copy of it.
+#[derive(Debug)]
+pub enum Dense<'a> {
+    /// The caller's, which needs no change.
+    Same(&'a Tensor),
+    /// A copy.
+    Copy(Tensor),
+}
+
+impl Deref for Dense<'_> {
+    type Target = Tensor;
+
+    fn deref(&self) -> &Tensor {
+        match self {
+            Self::Same(tensor) => tensor,
+            Self::Copy(tensor) => tensor,
+        }
+    }
+}
+
+impl Dense<'_> {
+    /// Returns a handle of its own.
+    pub fn into_tensor(self) -> Tensor {
+        match self {
+            Self::Same(tensor) => tensor.shallow_clone(),
+            Self::Copy(tensor) => tensor,
+        }
+    }
+}
+
 /// Returns the tensor with the sign and the strides that kernels read: itself, or a copy. libtorch negates lazily, and calls any strides
 /// of a tensor without elements contiguous.
 ///
 /// # Errors
 /// Errors of libtorch.
-pub fn dense(tensor: &Tensor) -> Result<Tensor> {
-    let tensor = tensor.f_resolve_neg()?;
-    if tensor.numel() == 0 && tensor.dim() > 0 && tensor.stride().last() != Some(&1) {
-        return Ok(tensor.f_empty_like()?);
+pub fn dense(tensor: &Tensor) -> Result<Dense<'_>> {
+    let layout = TensorLayout::of(tensor)?;
+    let (empty, neg) = (layout.numel() == 0, layout.is_neg());
+    if empty && layout.stride().last().is_some_and(|stride| *stride != 1) {
+        return Ok(Dense::Copy(tensor.f_empty_like()?));
     }
-    Ok(tensor.f_contiguous()?)
+    if layout.is_contiguous() && !neg {
+        return Ok(Dense::Same(tensor));
+    }
+    Ok(Dense::Copy(tensor.f_resolve_neg()?.f_contiguous()?))
 }

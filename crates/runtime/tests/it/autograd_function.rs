@@ -27,8 +27,8 @@ impl Drop for Counted {
 }
 
 impl Function for Counted {
-    fn name(&self) -> String {
-        "product".into()
+    fn name(&self) -> &'static str {
+        "product"
     }
 
     fn forward(&mut self, ctx: &mut Forward, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {

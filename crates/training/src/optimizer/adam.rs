@@ -107,7 +107,8 @@ impl Adam {
         if fits && adam_many(&all, steps, options, decoupled, skip)? {
             return Ok(());
         }
-        let grads = &cast_gradients(params, grads)?;
+        let casts = cast_gradients(params, grads)?;
+        let grads = casts.as_deref().unwrap_or(grads);
         let tensors =
             optimizer::AdamWTensors { params, grads, exp_avgs: &slots[0], exp_avg_sqs: &slots[1], steps };
         let skip = skip.map(|found_inf| optimizer::Unscale { scale: None, found_inf });

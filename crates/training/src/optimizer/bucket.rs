@@ -1,6 +1,7 @@
 //! A step over all parameters, in buckets of one group, device, dtype and step number; a bucket takes one call.
 
 use kernels::stochastic_rounding::{self, Rounding, StepNumber, Stream};
+use runtime::tensor_layout::TensorLayout;
 use tch::{Device, Kind, Tensor};
 
 use super::group::{Group, OptimizedParameter};
@@ -99,7 +100,8 @@ fn update(
     let mut buckets: Vec<Bucket> = Vec::new();
     for Live { parameter, grad, .. } in live {
         let Some(state) = &mut parameter.state else { continue };
-        let kind = work_kind(parameter.tensor.kind());
+        let layout = TensorLayout::of(&parameter.tensor)?;
+        let kind = work_kind(layout.kind());
         let own = rule_of(parameter.group);
         let fused = implementation == Implementation::Fused && own.has_fused();
         if !fused {
@@ -107,7 +109,7 @@ fn update(
         }
         // A fused kernel gets each parameter's own step number.
         let number = if fused { 0 } else { state.step + 1 };
-        let key = (parameter.group, parameter.tensor.device(), kind, number);
+        let key = (parameter.group, layout.device(), kind, number);
         // A bucket of one parameter can run immediately, so that its temporaries are freed before the next one's.
         let at = buckets.iter().position(|bucket| bucket.key == key);
         let at = at.unwrap_or_else(|| {
@@ -118,21 +120,26 @@ fn update(
         });
         let bucket = &mut buckets[at];
         let values = parameter.tensor.f_detach()?;
-        let work = match &state.master {
-            Some(master) => master.shallow_clone(),
-            // The fused kernels treat memory as contiguous.
-            None => values.f_to_kind(kind)?.f_contiguous()?,
-        };
-        let wide = work.numel() as u64 * kind.elt_size_in_bytes() as u64;
+        let of_grad = TensorLayout::of(grad)?;
+        let wide = layout.numel() as u64 * kind.elt_size_in_bytes() as u64;
         let copied =
-            u64::from(state.master.is_none() && values.kind() != kind) + u64::from(grad.kind() != kind);
+            u64::from(state.master.is_none() && layout.kind() != kind) + u64::from(of_grad.kind() != kind);
         bucket.casts += copied * wide;
         // A master copy is rounded to nearest: it keeps what the rounding drops.
-        let is_half = matches!(values.kind(), Kind::BFloat16 | Kind::Half);
+        let is_half = matches!(layout.kind(), Kind::BFloat16 | Kind::Half);
         bucket.streams.push(parameter.stream.filter(|_| is_half && state.master.is_none()));
-        bucket.weights.push((work.data_ptr() != values.data_ptr()).then_some(values));
+        // The fused kernels treat memory as contiguous.
+        let (work, weight) = match &state.master {
+            Some(master) => (master.shallow_clone(), Some(values)),
+            None if layout.kind() == kind && layout.is_contiguous() => (values, None),
+            None => (values.f_to_kind(kind)?.f_contiguous()?, Some(values)),
+        };
+        bucket.weights.push(weight);
         bucket.params.push(work);
-        bucket.grads.push(grad.f_detach()?.f_contiguous()?);
+        bucket.grads.push(match of_grad.is_contiguous() {
+            true => grad.shallow_clone(),
+            false => grad.f_detach()?.f_contiguous()?,
+        });
         for (list, (_, tensor)) in bucket.slots.iter_mut().zip(&state.slots) {
             list.push(tensor.shallow_clone());
         }
@@ -180,9 +187,10 @@ fn run(
             round(&stochastic, &params, &streams, |index| StepNumber::Device(&steps[index]))?;
             continue;
         }
-        let grads = cast_gradients(&params, &grads)?;
+        let casts = cast_gradients(&params, &grads)?;
+        let grads = casts.as_deref().unwrap_or(&grads);
         *changed = true;
-        rule.update(&Tensors { params: &params, grads: &grads, slots: &slots }, hyperparameters)?;
+        rule.update(&Tensors { params: &params, grads, slots: &slots }, hyperparameters)?;
         write_weights(weights, &params)?;
         round(&stochastic, &params, &streams, |_| StepNumber::Host(step))?;
     }

@@ -3,6 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 
 use kernels::stochastic_rounding::Stream;
+use runtime::autograd::{clear_gradients, gradients};
 use runtime::ops::foreach;
 use runtime::precision::identity;
 use tch::Tensor;
@@ -169,8 +170,8 @@ impl DeviceOptimizer {
     /// Errors of libtorch.
     pub fn gradients(&self) -> Result<Vec<Tensor>> {
         let live = self.parameter.iter().filter(|parameter| !self.groups[parameter.group].frozen);
-        let grads = live.map(|parameter| Ok(parameter.tensor.f_grad()?)).collect::<Result<Vec<_>>>()?;
-        Ok(grads.into_iter().filter(Tensor::defined).collect())
+        let tensors: Vec<&Tensor> = live.map(|parameter| &parameter.tensor).collect();
+        Ok(gradients(&tensors)?.into_iter().flatten().collect())
     }
 
     /// Returns the first parameter whose gradient, of those that the next step uses, has an infinity or a NaN; waits for the device.
@@ -193,15 +194,12 @@ impl DeviceOptimizer {
     /// # Errors
     /// Errors of libtorch.
     pub fn zero_grad(&self, how: ZeroGrad) -> Result<()> {
-        let mut grads = Vec::new();
-        for parameter in &self.parameter {
-            let grad = parameter.tensor.f_grad()?;
-            match how {
-                _ if !grad.defined() => {}
-                ZeroGrad::ToNone => runtime::autograd::set_grad(&parameter.tensor, None)?,
-                ZeroGrad::ToZeros => grads.push(grad.f_detach()?),
-            }
+        let tensors: Vec<&Tensor> = self.parameter.iter().map(|parameter| &parameter.tensor).collect();
+        if how == ZeroGrad::ToNone {
+            return Ok(clear_gradients(&tensors)?);
         }
+        let grads = gradients(&tensors)?.into_iter().flatten();
+        let grads: Vec<Tensor> = grads.map(|grad| grad.f_detach()).collect::<Result<_, _>>()?;
         let _no_grad = tch::no_grad_guard();
         Ok(foreach::zero_(&grads)?)
     }
@@ -262,15 +260,11 @@ impl DeviceOptimizer {
         let _range = runtime::profile::range("optimizer.step");
         let _no_grad = tch::no_grad_guard();
         let &mut Self { ref rule, ref groups, factor, implementation, master_weights, .. } = self;
-        let mut live = Vec::new();
-        for parameter in &mut self.parameter {
-            if groups[parameter.group].frozen {
-                continue;
-            }
-            let grad = parameter.tensor.f_grad()?;
-            if !grad.defined() {
-                continue;
-            }
+        let tensors: Vec<&Tensor> = self.parameter.iter().map(|parameter| &parameter.tensor).collect();
+        let grads = gradients(&tensors)?;
+        let mut live = Vec::with_capacity(grads.len());
+        for (parameter, grad) in self.parameter.iter_mut().zip(grads) {
+            let Some(grad) = grad.filter(|_| !groups[parameter.group].frozen) else { continue };
             if grad.is_sparse() {
                 let reason =
                     "has a sparse gradient; use a dense one, for example an embedding without `sparse`";

@@ -97,13 +97,14 @@ pub struct FusedStep<'a> {
     pub skip: Option<&'a Tensor>,
 }
 
-/// Casts gradients to the dtype of `params`, which all have one.
-pub(super) fn cast_gradients(params: &[Tensor], grads: &[Tensor]) -> Result<Vec<Tensor>> {
-    Ok(params
-        .iter()
-        .zip(grads)
-        .map(|(param, grad)| grad.f_to_kind(param.kind()))
-        .collect::<Result<_, _>>()?)
+/// Casts gradients to the dtype of `params`, which all have one; `None` if they have it.
+pub(super) fn cast_gradients(params: &[Tensor], grads: &[Tensor]) -> Result<Option<Vec<Tensor>>> {
+    let Some(kind) = params.first().map(Tensor::kind) else { return Ok(None) };
+    if grads.iter().all(|grad| grad.kind() == kind) {
+        return Ok(None);
+    }
+    let casts = grads.iter().map(|grad| grad.f_to_kind(kind));
+    Ok(Some(casts.collect::<Result<_, _>>()?))
 }
 
 /// Rounds each parameter to its tensor in `weights`.

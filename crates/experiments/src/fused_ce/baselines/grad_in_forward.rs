@@ -28,8 +28,8 @@ struct GradInForward {
 }
 
 impl Function for GradInForward {
-    fn name(&self) -> String {
-        Implementation::GradInForward.name().to_owned()
+    fn name(&self) -> &'static str {
+        Implementation::GradInForward.name()
     }
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {

@@ -26,7 +26,8 @@ pub(super) struct Heads {
 }
 
 impl Heads {
-    /// Adds a tensor `[batch, heads, tokens, head]` to the operands of a pass.
+    /// Adds a tensor of this size to the operands of a pass: `[batch, heads, tokens, head]`, or `[batch, tokens, heads·head]` with heads of
+    /// width `joint`.
     pub(super) fn new(
         operands: &mut Operands,
         access: Access,
@@ -34,10 +35,15 @@ impl Heads {
         tensor: &Tensor,
         kind: Kind,
         size: &[i64],
+        joint: Option<i64>,
     ) -> Result<Self> {
-        let at = operands.heads(access, name, tensor, kind, size)?;
-        let stride = tensor.stride();
-        Ok(Self { at, strides: std::array::from_fn(|dimension| stride[dimension] as usize) })
+        let layout = operands.heads(access, name, tensor, kind, size)?;
+        let stride = |dimension: usize| layout.stride()[dimension] as usize;
+        let strides = match joint {
+            None => [stride(0), stride(1), stride(2)],
+            Some(head) => [stride(0), head as usize, stride(1)],
+        };
+        Ok(Self { at: layout.range()?.start, strides })
     }
 
     /// Returns the first element of a row.

@@ -94,7 +94,7 @@ fn single_of<X: Element>(tensors: &Single<'_>, scale: f64, cap: Option<f64>) -> 
     let (size_of_queries, size_of_keys) = ([batch, heads, 1, head], [batch, kv_heads, keys, head]);
     let mut operands = Operands::new(NAME, Device::Cpu);
     // A mask that is shared by the batch has a stride of 0.
-    let mask_address = mask
+    let mask = mask
         .map(|mask| operands.heads(Access::Read, "mask", mask, Kind::Bool, &[batch, keys]))
         .transpose()?;
     if q.numel() == 0 {
@@ -111,11 +111,14 @@ fn single_of<X: Element>(tensors: &Single<'_>, scale: f64, cap: Option<f64>) -> 
         chunks,
         scale,
         cap,
-        q: Heads::new(&mut operands, Access::Read, "q", &q.f_unsqueeze(2)?, kind, &size_of_queries)?,
-        k: Heads::new(&mut operands, Access::Read, "k", k, kind, &size_of_keys)?,
-        v: Heads::new(&mut operands, Access::Read, "v", v, kind, &size_of_keys)?,
-        o: Heads::new(&mut operands, Access::Write, "o", &o.f_unsqueeze(2)?, kind, &size_of_queries)?,
-        mask: mask_address.zip(mask.map(|mask| mask.stride()[0] as usize)),
+        q: Heads::new(&mut operands, Access::Read, "q", &q.f_unsqueeze(2)?, kind, &size_of_queries, None)?,
+        k: Heads::new(&mut operands, Access::Read, "k", k, kind, &size_of_keys, None)?,
+        v: Heads::new(&mut operands, Access::Read, "v", v, kind, &size_of_keys, None)?,
+        o: Heads::new(&mut operands, Access::Write, "o", &o.f_unsqueeze(2)?, kind, &size_of_queries, None)?,
+        mask: match &mask {
+            Some(mask) => Some((mask.range()?.start, mask.stride()[0] as usize)),
+            None => None,
+        },
         partial: 0,
     };
     operands.check()?;
