@@ -85,7 +85,11 @@ fn multiply(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool, matrices
 /// # Errors
 /// As [`mm_into`].
 pub fn mm(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    let (left, right) = (TensorLayout::of(a)?, TensorLayout::of(b)?);
+    product(a, b, TensorLayout::of(a)?, TensorLayout::of(b)?)
+}
+
+/// [`mm`] of matrices of these layouts.
+fn product(a: &Tensor, b: &Tensor, left: TensorLayout, right: TensorLayout) -> Result<Tensor> {
     let (Some(&m), Some(&n)) = (left.size().first(), right.size().last()) else {
         return Err(Error::invalid("matrix product", "a scalar is not a matrix"));
     };
@@ -119,7 +123,7 @@ pub fn mm_scaled(a: &Tensor, b: &Tensor, factor: f64) -> Result<Tensor> {
         operators::mm_scaled(&out, a, b, factor)?;
         return Ok(out);
     }
-    let mut product = mm(a, b)?;
+    let mut product = product(a, b, left, right)?;
     scale_(&mut product, factor)?;
     Ok(product)
 }

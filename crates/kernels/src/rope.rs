@@ -197,7 +197,7 @@ impl RotaryTable {
             };
             if !fits {
                 let rows =
-                    if size.len() > 2 { format!("{}, {}", size[0], size[1]) } else { "b, t".to_owned() };
+                    if size.len() == 4 { format!("{}, {}", size[0], size[1]) } else { "b, t".to_owned() };
                 return invalid(format!("`{name}` has shape {x_size:?}; expected [{rows}, heads, {head}]"));
             }
             if x.kind() != kind || !cpu::takes(kind) || x.device() != device {

@@ -3,7 +3,8 @@
 use std::sync::Mutex;
 
 use kernels::attention::{
-    CausalOptions, SingleQueryOptions, causal_attention, single_query_attention, takes,
+    CausalOptions, SingleQueryOptions, causal_attention, causal_attention_of_rows, single_query_attention,
+    takes,
 };
 use runtime::autograd::{GradcheckConfig, Keep, grad, gradcheck};
 use runtime::profile::Counter;
@@ -154,6 +155,32 @@ fn every_layout_has_the_same_bits() {
     let ones = Tensor::ones([1], (Kind::Float, Device::Cpu)).expand(q.size(), false);
     let dense = fused(&[&q, &k, &v, &ones.contiguous()].map(Tensor::shallow_clone), PLAIN);
     assert_eq!(fused(&[q, k, v, ones], PLAIN), dense);
+}
+
+/// Heads side by side in a row, as projections return them, dense or in a joint projection.
+#[test]
+fn rows_have_the_bits_of_heads() {
+    let options = CausalOptions { window: Some(33), ..PLAIN };
+    for kind in [Kind::Float, Kind::BFloat16] {
+        let heads = inputs([2, 70, 4, 2, 24], kind, 6);
+        let expected = fused(&heads, options);
+        let rows = |x: &Tensor| x.transpose(1, 2).reshape([2, 70, -1]);
+        let [q, k, v, upstream] = heads.each_ref().map(rows);
+        let joint = Tensor::cat(&[&q, &k, &v], 2).split_with_sizes([96, 48, 48], 2);
+        for [q, k, v] in [[q, k, v], [0, 1, 2].map(|part: usize| joint[part].shallow_clone())] {
+            let [q, k, v] = [q, k, v].map(|x| x.detach().set_requires_grad(true));
+            let o = causal_attention_of_rows(&q, &k, &v, 24, options).unwrap();
+            for (found, expected) in with_gradients(o, &[&q, &k, &v], &upstream).iter().zip(&expected) {
+                assert_eq!(*found, rows(expected), "{kind:?}");
+            }
+        }
+    }
+    let row = Tensor::ones([1, 3, 10], (Kind::Float, Device::Cpu));
+    let words = causal_attention_of_rows(&row, &row, &row, 4, PLAIN).unwrap_err().to_string();
+    assert_eq!(
+        words,
+        "causal attention: q is [1, 3, 10]; expected [batch, tokens, heads·head] with heads of 4"
+    );
 }
 
 #[test]

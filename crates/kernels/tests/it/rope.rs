@@ -162,6 +162,27 @@ fn gradients_of_every_layout_are_rotated_back() {
     close(found[0].as_ref().unwrap(), &back(&kept));
 }
 
+/// Heads side by side in a row, as a projection returns them.
+#[test]
+fn rows_rotate_as_heads() {
+    let mut generator = Generator::new(6).unwrap();
+    let table = table(4, 9);
+    let mut random = |heads: i64| generator.normal(&[2, 5, heads, 4], F64).unwrap();
+    let (q, k, upstream) = (random(3), random(2), random(3));
+    let run = |q: &Tensor, k: &Tensor, upstream: &Tensor| {
+        let q = q.detach().set_requires_grad(true);
+        let (rotated, rotated_k) = table.rotate(&q, k, None).unwrap();
+        let found = autograd::grad(&[&rotated], &[Some(upstream)], &[&q], Keep::default()).unwrap();
+        [Some(rotated.detach()), Some(rotated_k), found.into_iter().next().flatten()].map(Option::unwrap)
+    };
+    let rows = |x: &Tensor| x.view([2, 5, -1]);
+    let expected = run(&q, &k, &upstream);
+    let found = run(&rows(&q), &rows(&k), &rows(&upstream));
+    for (found, expected) in found.iter().zip(&expected) {
+        assert_eq!(*found, rows(expected));
+    }
+}
+
 #[test]
 fn changing_positions_before_backward_is_an_error() {
     let table = table(4, 9);
@@ -183,7 +204,7 @@ fn mismatched_inputs_are_refused() {
     };
     let at = |positions: &[i64]| Tensor::from_slice(positions).view([1, -1]);
     let cases = [
-        (words(&x(&[2, 1, 4]), &good, None), "`q` has shape [2, 1, 4]; expected [b, t, heads, 4]"),
+        (words(&x(&[2, 1, 6]), &good, None), "`q` has shape [2, 1, 6]; expected [b, t, heads, 4]"),
         (words(&good, &x(&[1, 2, 1, 6]), None), "`k` has shape [1, 2, 1, 6]; expected [1, 2, heads, 4]"),
         (words(&good, &x(&[1, 3, 1, 4]), None), "`k` has shape [1, 3, 1, 4]; expected [1, 2, heads, 4]"),
         (
