@@ -5,6 +5,7 @@ mod difference;
 mod equality;
 mod folder;
 mod large;
+mod long_context;
 mod measured_model;
 mod methods;
 mod optimizer;
@@ -30,6 +31,9 @@ pub(crate) enum Verb {
     Tokens(tokens::Tokens),
     /// Run a model larger than its memory budget, which is enforced; at scale paper all of Qwen2.5-7B, 13 GB on the disk
     Large(large::Large),
+    /// Run forward and backward over one long sequence, with weights, gradients and layer inputs on the host; at scale paper Llama-3-8B's
+    /// shape over 32,768 and 131,072 tokens, on a GPU
+    LongContext(long_context::LongContext),
     /// Compare losses, gradients and weights of every method with the model's own
     Equality(equality::Equality),
     /// Train with the optimizer state on the host, and on the device
@@ -46,7 +50,12 @@ impl Verb {
                 driver.run("offload-timeline", |bench| timeline::run(bench, arguments))
             }
             Self::Tokens(arguments) => driver.run("offload-tokens", |bench| tokens::run(bench, arguments)),
-            Self::Large(arguments) => driver.run("offload-large", |bench| large::run(bench, arguments)),
+            Self::Large(arguments) => {
+                driver.run(arguments.experiment(), |bench| large::run(bench, arguments))
+            }
+            Self::LongContext(arguments) => {
+                driver.run("offload-long-context", |bench| long_context::run(bench, arguments))
+            }
             Self::Equality(arguments) => {
                 driver.run("offload-equality", |bench| equality::run(bench, arguments))
             }

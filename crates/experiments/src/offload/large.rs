@@ -40,9 +40,32 @@ pub(crate) struct Large {
     /// Measured passes
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..))]
     repeats: u32,
-    /// Where the layers lie [default: beside this program]
+    /// Where the layers are; `host` is for a GPU
+    #[arg(long, value_enum, default_value_t = Place::File)]
+    tier: Place,
+    /// Where the files of the tier `file` are [default: beside this program]
     #[arg(long, value_name = "FOLDER")]
     folder: Option<PathBuf>,
+    /// Write a trace of one more LoRA step to FILE: the operators, and on a GPU its kernels and copies; for ui.perfetto.dev
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+}
+
+impl Large {
+    /// The name of the experiment: one for each tier.
+    pub(super) fn experiment(&self) -> &'static str {
+        match self.tier {
+            Place::File => "offload-large",
+            Place::Host => "offload-large-host",
+        }
+    }
+}
+
+/// Where the layers are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
+enum Place {
+    File,
+    Host,
 }
 
 /// A model with its plan, and what its passes were predicted to take.
@@ -57,6 +80,7 @@ struct Planned {
     plan: OffloadPlan,
     /// Inference and a LoRA step.
     predicted: [Predicted; 2],
+    place: Place,
     folder: TempDir,
 }
 
@@ -73,7 +97,7 @@ struct Predicted {
 impl Planned {
     /// Measures the machine, plans, and measures a few layers.
     fn new(arguments: &Large, bench: &mut Bench) -> anyhow::Result<Self> {
-        let device = bench.device;
+        let (device, place) = (bench.device, arguments.tier);
         let (name, layers, vocabulary, tokens, budget) = bench.sized([
             ("tiny", 6, 512, 16, 1 << 30),
             ("Qwen2.5-7B's blocks", 3, 8192, 16, 11 << 27),
@@ -88,7 +112,7 @@ impl Planned {
 
         bench.message("measuring this machine");
         let product = [tokens, config.intermediate_size, config.hidden_size];
-        let tier = Tier::File(folder.path().to_owned());
+        let tier = place.tier(folder.path());
         let rates = MachineRates::measure(product, (KIND, device), &tier)?;
         runtime::memory::empty_cache(device)?;
 
@@ -115,10 +139,10 @@ impl Planned {
         }
 
         bench.message("measuring a few layers");
-        let times = few_layers(&config, tokens, folder.path(), bench)?;
+        let times = few_layers(&config, tokens, (place, folder.path()), bench)?;
         let predicted = |pass: usize| Predicted::new(&costs[pass], times[pass], rates, &plan);
         let predicted = [predicted(0)?, predicted(1)?];
-        Ok(Self { name, config, tokens, budget, weights, plan, predicted, folder })
+        Ok(Self { name, config, tokens, budget, weights, plan, predicted, place, folder })
     }
 
     fn case(&self, pass: &str) -> Case {
@@ -150,6 +174,15 @@ impl Planned {
     }
 }
 
+impl Place {
+    fn tier(self, folder: &Path) -> Tier {
+        match self {
+            Self::File => Tier::File(folder.to_owned()),
+            Self::Host => Tier::Host,
+        }
+    }
+}
+
 impl Predicted {
     fn new(costs: &StepCosts, times: PartTimes, rates: &Rates, plan: &OffloadPlan) -> anyhow::Result<Self> {
         let simulated = |costs: &StepCosts, rates: &Rates| simulate(costs, rates, &plan.setup, Start::Warm);
@@ -166,33 +199,45 @@ fn measured_layers(config: &DecoderConfig) -> i64 {
     config.num_hidden_layers.min(calibration::LAYERS)
 }
 
-/// The times of the parts of both passes, measured on a few layers in files.
+/// The times of the parts of both passes, measured on a few layers.
 fn few_layers(
     config: &DecoderConfig,
     tokens: i64,
-    folder: &Path,
+    (place, folder): (Place, &Path),
     bench: &Bench,
 ) -> anyhow::Result<[PartTimes; 2]> {
     let (device, seed) = (bench.device, bench.seed);
     let few = DecoderConfig { num_hidden_layers: measured_layers(config), ..config.clone() };
     let ring = calibration::RING.min(config.num_hidden_layers.unsigned_abs() as usize - 1).max(1);
     let folder = tempfile::tempdir_in(folder)?;
-    let tier = Tier::File(folder.path().to_owned());
+    let tier = place.tier(folder.path());
     let options = OffloadConfig { device, method: Method::Overlap, ring, tier, ..OffloadConfig::default() };
     let subject = MeasuredModel::new(&few, (KIND, device), Some(&options), (tokens, seed))?;
-    let Measured { inference, lora, .. } = Measured::run(subject, 2, seed, &mut |_| ())?;
+    let Measured { inference, lora, .. } = Measured::run(subject, (2, seed), None, &mut |_| ())?;
     runtime::memory::empty_cache(device)?;
     Ok([&inference, &lora].map(PartTimes::new))
 }
 
 /// Makes the model in files, runs its passes within the budget, and checks that they kept it.
 pub(crate) fn run(bench: &mut Bench, arguments: &Large) -> anyhow::Result<()> {
+    let (device, seed) = (bench.device, bench.seed);
+    if arguments.tier == Place::Host && !device.is_cuda() {
+        // Host memory is that of a CPU: nothing would be outside of the budget.
+        let none = |name: &str, unit: &str| Metric::not_measured(name, unit, "no GPU");
+        let case = Case::new().with("model", "Qwen2.5-7B").with("pass", "LoRA step");
+        return bench.put(
+            &case,
+            vec![none("step_seconds", "s"), none("counted_bytes", "B"), none("overlap", "ratio")],
+        );
+    }
     runtime::memory::track_cpu()?;
     let planned = Planned::new(arguments, bench)?;
-    let (device, seed) = (bench.device, bench.seed);
     bench.expect(1 + 2 * arguments.repeats as usize);
     let layers = planned.config.num_hidden_layers;
-    bench.message(&format!("writing {layers} layers into {}", planned.folder.path().display()));
+    bench.message(&match planned.place {
+        Place::File => format!("writing {layers} layers into {}", planned.folder.path().display()),
+        Place::Host => format!("making {layers} layers in host memory"),
+    });
     let limit = planning::enforce(device, planned.budget)?;
     let watch = PeakMeter::start(device)?;
     let options = OffloadConfig {
@@ -200,7 +245,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Large) -> anyhow::Result<()> {
         method: Method::Overlap,
         ring: planned.plan.ring().max(1),
         resident: planned.plan.setup.resident.clone(),
-        tier: Tier::File(planned.folder.path().to_owned()),
+        tier: planned.place.tier(planned.folder.path()),
         ..OffloadConfig::default()
     };
     let subject =
@@ -214,8 +259,9 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Large) -> anyhow::Result<()> {
     bench.put(&planned.case("construction"), metrics)?;
     bench.step();
 
+    let trace = arguments.trace.as_deref();
     let Measured { inference, installed, lora } =
-        Measured::run(subject, arguments.repeats, seed, &mut |what| {
+        Measured::run(subject, (arguments.repeats, seed), trace, &mut |what| {
             bench.message(what);
             bench.step();
         })?;

@@ -78,7 +78,9 @@ fn experiment(name: &str) -> Vec<Record> {
         // Claims about a GPU, about the whole model and about long rows have no record here.
         let case: Value = serde_json::to_value(&claim["case"]).unwrap();
         let elsewhere = of_a_gpu(metric)
-            || ["pinned", "Qwen2.5-7B", "2048"].iter().any(|one| case.to_string().contains(one));
+            || ["pinned", "Qwen2.5-7B", "Llama-3-8B", "2048"]
+                .iter()
+                .any(|one| case.to_string().contains(one));
         let matches = |record: &Record| record.case.matches(&report::Case(case.as_object().unwrap().clone()));
         let any = records.iter().any(|record| record.metric.name == metric && matches(record));
         assert_eq!(any, !elsewhere, "{}", claim["name"]);
@@ -141,6 +143,40 @@ fn a_large_model_keeps_its_budget() {
     let folder = tempfile::tempdir().unwrap();
     let stderr = refuse(folder.path(), "large --scale smoke --budget 1MiB", 1);
     assert!(stderr.starts_with("error: a budget of 1.00 MiB is below the "), "{stderr}");
+    let (out, _) = succeed(folder.path(), "large --scale smoke --tier host --device cpu");
+    assert!(out.contains("no GPU"), "{out}");
+    succeed(folder.path(), "large --scale smoke --repeats 1 --trace trace.json");
+    let trace: Value =
+        serde_json::from_slice(&std::fs::read(folder.path().join("trace.json")).unwrap()).unwrap();
+    let events = trace["traceEvents"].as_array().unwrap();
+    assert_eq!(events.iter().filter(|event| event["name"] == "LoRA step").count(), 1);
+    assert!(events.iter().any(|event| event["cat"] == "cpu_op"));
+}
+
+#[test]
+fn a_long_sequence_has_its_predicted_peaks() {
+    let records = experiment("offload-long-context");
+    assert_eq!(values(&records, "step_seconds").len(), 4);
+    let errors = values(&records, "prediction_error");
+    assert!(errors.iter().all(|error| *error < 0.1), "{errors:?}");
+    // Four layers of width 128 in bf16, over 64 and 128 tokens.
+    assert_eq!(
+        values(&records, "host_input_bytes"),
+        [64, 128, 64, 128].map(|tokens| f64::from(4 * 128 * 2 * tokens))
+    );
+    // Before each layer in both passes, and at the four ends.
+    assert_eq!(values(&records, "allocated_bytes").len(), 4 * (2 * 4 + 4));
+    let folder = tempfile::tempdir().unwrap();
+    let (out, _) = succeed(folder.path(), "long-context --scale paper --device cpu");
+    assert!(out.contains("no GPU"), "{out}");
+    // Where activations are more than weights, tiles of the MLPs decide the peak.
+    let [whole, tiled] = ["whole", "tiled"].map(|mlp| {
+        let file = format!("{mlp}.jsonl");
+        let flags = format!("--loss fused --tokens 1024 --mlp {mlp} --records {file}");
+        succeed(folder.path(), &format!("long-context --scale smoke {flags}"));
+        values(&report::record::read_records(&folder.path().join(file)).unwrap(), "peak_bytes")
+    });
+    assert!(tiled[0] < 0.6 * whole[0], "{tiled:?}, {whole:?}");
 }
 
 #[test]

@@ -1,11 +1,13 @@
-//! The passes of a model whose layers come from files: inference, and a LoRA step.
+//! The passes of a model whose layers are offloaded: inference, and a LoRA step.
 
+use std::path::Path;
 use std::time::Instant;
 
 use frugal::planning::{PeakMeter, PeakUsage};
 use lora::LoraConfig;
 use offload::{Offload, Span};
 use report::Metric;
+use runtime::profile::{Trace, TraceConfig, range};
 use tch::Device;
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
@@ -23,14 +25,15 @@ pub(super) struct Measured {
 }
 
 impl Measured {
-    /// Reads, installs adapters, and trains them; each pass once to warm up and `repeats` times. `step` is called after each.
+    /// Reads, installs adapters, and trains them; each pass once to warm up and `repeats` times. `step` is called after each. One more LoRA
+    /// step is written to the file `trace`.
     ///
     /// # Errors
-    /// Errors of the model.
+    /// Errors of the model; a file that cannot be written.
     pub(super) fn run(
         mut subject: MeasuredModel,
-        repeats: u32,
-        seed: u64,
+        (repeats, seed): (u32, u64),
+        trace: Option<&Path>,
         step: &mut dyn FnMut(&str),
     ) -> anyhow::Result<Self> {
         let inference = Passes::run(&subject, repeats, &mut || step("reading"), |subject| subject.infer())?;
@@ -45,13 +48,23 @@ impl Measured {
         let installed = watch.finish()?;
         let group = Group::new(subject.parameters(), 1e-4);
         let mut optimizer = DeviceOptimizer::new(AdamW::default(), vec![group])?;
-        let lora = Passes::run(&subject, repeats, &mut || step("a LoRA step"), |subject| {
+        let mut lora_step = |subject: &MeasuredModel| {
             let passes = subject.gradients()?;
             let began = Instant::now();
             optimizer.step()?;
             optimizer.zero_grad(ZeroGrad::ToNone)?;
             Ok(passes.total() + began.elapsed().as_secs_f64())
-        })?;
+        };
+        let lora = Passes::run(&subject, repeats, &mut || step("a LoRA step"), &mut lora_step)?;
+        if let Some(path) = trace {
+            // Neither shapes nor allocations: both lengthen a step.
+            let trace = Trace::start(TraceConfig { cuda: true, shapes: false, memory: false })?;
+            {
+                let _step = range("LoRA step");
+                lora_step(&subject)?;
+            }
+            trace.save(path)?;
+        }
         Ok(Self { inference, installed, lora })
     }
 }
