@@ -4,6 +4,7 @@
 //! a GPU that would synchronise: there ignored rows are computed with a factor of 0, or, if the caller gives the number of labelled
 //! ones, the rows are sorted, labelled ones first, and the ignored rows at the end are skipped.
 
+use runtime::device::graph::operators_only;
 use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
@@ -34,7 +35,7 @@ impl Rows {
         };
         let sequence = classes.size().last().copied().unwrap_or(1);
         let device = classes.device();
-        if device == Device::Cpu {
+        if device == Device::Cpu && !operators_only() {
             let rows = labelled_rows(classes, options, sizes, sequence)?;
             check_number(inputs, &rows)?;
             return Ok(rows);

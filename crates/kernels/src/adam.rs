@@ -126,7 +126,8 @@ pub fn adam(tensors: &AdamTensors<'_>, step: &AdamStep) -> Result<()> {
 /// capability 8.0, and for [`AdamW::maximize`].
 ///
 /// `steps` has each tensor's number of completed steps, an fp32 scalar on the device, and is incremented. If `skip`, an fp32 scalar
-/// on the device, is 1, nothing changes; the host reads neither. It increments the version counters of the tensors that it writes.
+/// on the device, is 1, nothing changes. If `rate`, an fp64 scalar on the device, is given, it is the learning rate instead of
+/// [`AdamW::lr`]. The host reads none of them. It increments the version counters of the tensors that it writes.
 ///
 /// # Errors
 /// [`Error::Invalid`] for lists of different lengths, and for tensors that [`adam`] refuses.
@@ -135,6 +136,7 @@ pub fn adam_many(
     steps: &[Tensor],
     options: AdamW,
     decoupled: bool,
+    rate: Option<&Tensor>,
     skip: Option<&Tensor>,
 ) -> Result<bool> {
     if tensors.len() != steps.len() {
@@ -145,7 +147,7 @@ pub fn adam_many(
     let _no_grad = tch::no_grad_guard();
     // The bias is corrected by 1 − βᵗ with this step in t.
     foreach::add_scalar_(steps, 1.0)?;
-    let done = cuda::adam(tensors, steps, &options, decoupled, skip);
+    let done = cuda::adam(tensors, steps, &options, decoupled, rate, skip);
     match (&done, skip) {
         (Ok(true), Some(skip)) => {
             let skip = skip.f_reshape([] as [i64; 0])?;

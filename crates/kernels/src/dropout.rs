@@ -8,8 +8,10 @@
 pub(crate) mod cuda;
 
 use crate::processor::computes_on;
+use crate::stochastic_rounding::hash;
 use runtime::ops::TryScalar;
 use runtime::profile::kernel;
+use runtime::random::{StepSeed, step_base, step_seed};
 use runtime::tensor_memory::dense;
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
@@ -27,18 +29,44 @@ pub struct Mask {
     /// p: the probability that an element is dropped, from 0 to below 1.
     pub rate: f64,
     /// Decides which elements are dropped.
-    pub seed: u64,
+    pub seed: Seed,
+}
+
+/// The seed of a mask.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Seed {
+    /// Known to the host.
+    Host(u64),
+    /// SplitMix64's output at counter `call + 1`, seeded by the base of the training step that runs
+    /// ([`StepSeeds`](runtime::random::StepSeeds)), which is read from the device: a graph that repeats the step gets another mask each time.
+    Step {
+        /// The number of the call in the step.
+        call: u64,
+    },
+}
+
+impl From<u64> for Seed {
+    fn from(seed: u64) -> Self {
+        Self::Host(seed)
+    }
 }
 
 impl Mask {
-    /// Draws a seed from libtorch's default generator. Recomputation restores the generator, so a recomputed segment draws the
-    /// same seed.
+    /// Draws a seed: within a training step from [`StepSeeds`](runtime::random::StepSeeds), else from libtorch's default generator.
+    /// Recomputation restores both, so a recomputed segment draws the same seed. The mask of a step is the same, wherever its base is read.
     ///
     /// # Errors
     /// Errors of libtorch.
     pub fn draw(rate: f64) -> Result<Self> {
-        let drawn = Tensor::f_randint(i64::MAX, [1], (Kind::Int64, Device::Cpu))?;
-        Ok(Self { rate, seed: drawn.f_int64_value(&[0])?.cast_unsigned() })
+        let seed = match step_seed() {
+            Some(StepSeed { call, on_device: true, .. }) => Seed::Step { call },
+            Some(StepSeed { base, call, .. }) => Seed::Host(hash(base, call + 1)),
+            None => {
+                let drawn = Tensor::f_randint(i64::MAX, [1], (Kind::Int64, Device::Cpu))?;
+                Seed::Host(drawn.f_int64_value(&[0])?.cast_unsigned())
+            }
+        };
+        Ok(Self { rate, seed })
     }
 
     /// Returns 1 for kept and 0 for dropped elements, in a floating dtype.
@@ -53,7 +81,11 @@ impl Mask {
         let Some(count) = count.filter(|count| *count > 0) else {
             return Ok(Tensor::f_zeros(shape, (kind, device))?);
         };
-        if !computes_on(device) {
+        let seed = match self.seed {
+            Seed::Host(seed) if computes_on(device) => Some(seed),
+            _ => None,
+        };
+        let Some(seed) = seed else {
             if device.is_cuda() {
                 let out = Tensor::f_empty(shape, (kind, device))?;
                 if self.by_kernel(None, &out, 1.0)? {
@@ -61,8 +93,8 @@ impl Mask {
                 }
             }
             return Ok(self.by_operators(count, device)?.f_view(shape)?.f_to_kind(kind)?);
-        }
-        let bytes = self.bytes(count);
+        };
+        let bytes = self.bytes(seed, count);
         let mask = Tensor::f_from_data_size(&bytes, shape, Kind::Bool)?;
         drop(bytes);
         Ok(mask.f_to_device(device)?.f_to_kind(kind)?)
@@ -120,24 +152,13 @@ impl Mask {
     fn by_operators(self, count: usize, device: Device) -> Result<Tensor> {
         let _no_grad = tch::no_grad_guard();
         let mask = Tensor::f_empty([count as i64], (Kind::Bool, device))?;
-        // Integers of 64 bits wrap around, and shifts keep the sign, which is masked out.
-        let fold = |z: &Tensor, shift: i64| -> Result<Tensor> {
-            let bits = z
-                .try_bitwise_right_shift_tensor_scalar(shift)?
-                .try_bitwise_and((1i64 << (64 - shift)) - 1)?;
-            Ok(z.f_bitwise_xor_tensor(&bits)?)
-        };
+        let seed = self.seed.on(device)?;
         for first in (0..count).step_by(2 * PAIRS) {
             let part = (count - first).min(2 * PAIRS);
             let (begin, pairs) = ((first / 2 + 1) as i64, part.div_ceil(2) as i64);
             let counters = Tensor::try_arange_start(begin, begin + pairs, (Kind::Int64, device))?;
-            let _ = counters.try_mul_scalar_(STEP.cast_signed())?.try_add_scalar_(self.seed.cast_signed())?;
-            let mut z = counters;
-            for (shift, factor) in MIX {
-                z = fold(&z, shift)?;
-                let _ = z.try_mul_scalar_(factor.cast_signed())?;
-            }
-            let z = fold(&z, 31)?;
+            let _ = counters.try_mul_scalar_(STEP.cast_signed())?.f_add_(&seed)?;
+            let z = mixed(counters)?;
             let halves = [z.try_bitwise_and(0xffff_ffffi64)?, upper_half(&z)?];
             let kept = Tensor::f_stack(&halves, 1)?.f_view([-1])?.f_narrow(0, 0, part as i64)?;
             let kept = kept.try_ge(self.threshold().cast_signed())?;
@@ -146,15 +167,11 @@ impl Mask {
         Ok(mask)
     }
 
-    fn bytes(self, count: usize) -> Vec<u8> {
+    fn bytes(self, seed: u64, count: usize) -> Vec<u8> {
         let threshold = self.threshold();
         let mut bytes = vec![0; count];
         for (pair, counter) in bytes.chunks_mut(2).zip(1u64..) {
-            let mut z = self.seed.wrapping_add(counter.wrapping_mul(STEP));
-            for (shift, factor) in MIX {
-                z = (z ^ (z >> shift)).wrapping_mul(factor);
-            }
-            z ^= z >> 31;
+            let z = hash(seed, counter);
             pair[0] = u8::from(z & 0xffff_ffff >= threshold);
             if let Some(second) = pair.get_mut(1) {
                 *second = u8::from(z >> 32 >= threshold);
@@ -164,6 +181,38 @@ impl Mask {
     }
 }
 
+impl Seed {
+    /// Returns the seed as an int64 `[1]` on a device.
+    fn on(self, device: Device) -> Result<Tensor> {
+        match self {
+            Self::Host(seed) => Ok(Tensor::try_full([1], seed.cast_signed(), (Kind::Int64, device))?),
+            Self::Step { call } => {
+                let counter = (call + 1).wrapping_mul(STEP).cast_signed();
+                mixed(base_of_step()?.f_to_device(device)?.try_add_scalar(counter)?)
+            }
+        }
+    }
+}
+
+/// Returns the base of the step that runs, int64 `[1]` on its device.
+fn base_of_step() -> Result<Tensor> {
+    step_base().ok_or_else(|| Error::invalid("dropout", "the mask belongs to a training step that has ended"))
+}
+
+/// The last of SplitMix64's steps, on int64.
+fn mixed(mut z: Tensor) -> Result<Tensor> {
+    // Integers of 64 bits wrap around, and shifts keep the sign, which is masked out.
+    let fold = |z: &Tensor, shift: i64| -> Result<Tensor> {
+        let bits =
+            z.try_bitwise_right_shift_tensor_scalar(shift)?.try_bitwise_and((1i64 << (64 - shift)) - 1)?;
+        Ok(z.f_bitwise_xor_tensor(&bits)?)
+    };
+    for (shift, factor) in MIX {
+        z = fold(&z, shift)?.try_mul_scalar(factor.cast_signed())?;
+    }
+    fold(&z, 31)
+}
+
 /// Returns the upper 32 bits.
 fn upper_half(z: &Tensor) -> Result<Tensor> {
     Ok(z.try_bitwise_right_shift_tensor_scalar(32)?.try_bitwise_and(0xffff_ffffi64)?)
@@ -171,6 +220,7 @@ fn upper_half(z: &Tensor) -> Result<Tensor> {
 
 #[cfg(test)]
 mod tests {
+    use runtime::random::StepSeeds;
     use tch::kind;
 
     use super::*;
@@ -178,7 +228,7 @@ mod tests {
     #[test]
     fn dropout_keeps_the_right_share_and_elements_are_independent() {
         for rate in [0.0, 0.05, 0.5, 0.9] {
-            let kept = Mask { rate, seed: 7 }.keep(&[501, 401], kind::DOUBLE_CPU).unwrap();
+            let kept = Mask { rate, seed: 7.into() }.keep(&[501, 401], kind::DOUBLE_CPU).unwrap();
             let share = kept.mean(Kind::Double).double_value(&[]);
             // Four standard deviations of the fraction in 200 901 draws.
             let bound = 4.0 * (rate * (1.0 - rate) / 200_901.0).sqrt() + 1e-12;
@@ -198,9 +248,9 @@ mod tests {
             (0.3, 1 << 63, 1001),
             (0.9, 0x0123_4567_89ab_cdef, 2 * PAIRS + 3),
         ] {
-            let mask = Mask { rate, seed };
+            let mask = Mask { rate, seed: Seed::Host(seed) };
             let drawn = mask.by_operators(count, Device::Cpu).unwrap().to_kind(Kind::Uint8);
-            assert_eq!(Vec::<u8>::try_from(drawn).unwrap(), mask.bytes(count), "{rate} {seed} {count}");
+            assert_eq!(Vec::<u8>::try_from(drawn).unwrap(), mask.bytes(seed, count), "{rate} {seed} {count}");
         }
     }
 
@@ -208,7 +258,7 @@ mod tests {
     fn a_rate_outside_its_range_is_refused() {
         let x = Tensor::ones([3], kind::FLOAT_CPU);
         for rate in [1.0, -0.1, f64::NAN] {
-            let mask = Mask { rate, seed: 1 };
+            let mask = Mask { rate, seed: 1.into() };
             let errors = [mask.keep(&[3], kind::FLOAT_CPU).unwrap_err(), mask.apply(&x, 1.0).unwrap_err()];
             for error in errors {
                 assert_eq!(
@@ -221,7 +271,7 @@ mod tests {
 
     #[test]
     fn a_shape_that_no_tensor_has_is_refused() {
-        let mask = Mask { rate: 0.5, seed: 1 };
+        let mask = Mask { rate: 0.5, seed: 1.into() };
         for shape in [&[1 << 32, 1 << 32][..], &[i64::MAX, 2, 3], &[3, -1], &[-2, -2]] {
             assert!(mask.keep(shape, kind::FLOAT_CPU).is_err(), "{shape:?}");
         }
@@ -230,7 +280,7 @@ mod tests {
     #[test]
     fn products_are_rounded_once() {
         tch::manual_seed(1);
-        let mask = Mask { rate: 0.3, seed: 5 };
+        let mask = Mask { rate: 0.3, seed: 5.into() };
         for kind in [Kind::Float, Kind::Double, Kind::BFloat16, Kind::Half] {
             let x = Tensor::randn([777], (kind, Device::Cpu));
             let wide = if kind == Kind::Double { Kind::Double } else { Kind::Float };
@@ -244,9 +294,32 @@ mod tests {
 
     #[test]
     fn a_seed_gives_one_mask_and_another_seed_another() {
-        let of = |seed| Mask { rate: 0.5, seed }.keep(&[33, 3], kind::FLOAT_CPU).unwrap();
+        let of = |seed| Mask { rate: 0.5, seed: Seed::Host(seed) }.keep(&[33, 3], kind::FLOAT_CPU).unwrap();
         assert_eq!(of(1), of(1));
         assert_ne!(of(1), of(2));
-        assert_eq!(Mask { rate: 0.5, seed: 1 }.keep(&[0, 3], kind::FLOAT_CPU).unwrap().size(), [0, 3]);
+        assert_eq!(Mask { rate: 0.5, seed: 1.into() }.keep(&[0, 3], kind::FLOAT_CPU).unwrap().size(), [0, 3]);
+    }
+
+    /// A graph reads the base from the device; the bits are those of the base on the host, call by call, and other bases give other masks.
+    #[test]
+    fn a_step_has_the_same_masks_wherever_its_base_is() {
+        let masks = |base: u64, on_device: bool| -> Vec<Tensor> {
+            let tensor = Tensor::from_slice(&[base.cast_signed()]);
+            let _step = StepSeeds::enter(base, on_device.then_some(&tensor));
+            let draw = |_| Mask::draw(0.3).unwrap().keep(&[1001], kind::FLOAT_CPU).unwrap();
+            (0..3).map(draw).collect()
+        };
+        let base = 0xfedc_ba98_7654_3210;
+        let (host, device) = (masks(base, false), masks(base, true));
+        assert_eq!(host, device);
+        assert!(host[0] != host[1] && host[1] != host[2]);
+        assert!(host.iter().zip(masks(base + 1, true)).all(|(a, b)| *a != b));
+        let lost = {
+            let tensor = Tensor::from_slice(&[1i64]);
+            let _step = StepSeeds::enter(1, Some(&tensor));
+            Mask::draw(0.3).unwrap()
+        };
+        let error = lost.keep(&[3], kind::FLOAT_CPU).unwrap_err().to_string();
+        assert_eq!(error, "dropout: the mask belongs to a training step that has ended");
     }
 }

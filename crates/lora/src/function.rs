@@ -337,7 +337,8 @@ mod tests {
             .iter()
             .map(|shape| generator.normal(shape, kind::DOUBLE_CPU).unwrap().set_requires_grad(true))
             .collect();
-        let masks = [Some(Mask { rate: 0.3, seed: 1 }), None, Some(Mask { rate: 0.5, seed: 2 })];
+        let masks =
+            [Some(Mask { rate: 0.3, seed: 1.into() }), None, Some(Mask { rate: 0.5, seed: 2.into() })];
         let report = gradcheck(
             |inputs| {
                 let terms: Vec<Term<'_>> = inputs[3..]

@@ -48,10 +48,11 @@ mod explicit;
 mod windowed;
 
 use kernels::attention::{ScaledDotProductOptions, takes_groups};
+use runtime::device::graph::operators_only;
 use runtime::ops::attention::{Options, Packing, efficient_attention, flash_attention};
 use runtime::precision;
 use runtime::tensor_layout::TensorLayout;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 pub(crate) use cached::cached_attention;
 pub use decoder::AttentionPath;
@@ -148,13 +149,24 @@ fn attend(
         (AttentionPath::Explicit | AttentionPath::DenseMask, _) => {
             explicit(q, k, v, &visible(q, documents, window)?, options)
         }
+        // One path for documents that the host knows and for those of a recorded step.
+        (AttentionPath::Fused, Some(_)) if q.device() == Device::Cpu && operators_only() => {
+            let options = AttentionConfig { path: AttentionPath::Explicit, ..*options };
+            attend(q, k, v, documents, &options)
+        }
         (AttentionPath::Fused, None) => of_one_document(q, k, v, options),
         (AttentionPath::Fused, Some(documents))
             if of_q.device().is_cuda() && window.is_none() && softcap.is_none() =>
         {
             packed_on_cuda(q, k, v, documents, options)
         }
-        (AttentionPath::Fused, Some(documents)) => per_document(q, k, v, documents, options),
+        (AttentionPath::Fused, Some(documents)) if documents.are_on_host() => {
+            per_document(q, k, v, documents, options)
+        }
+        (AttentionPath::Fused, Some(_)) => {
+            let reason = "packed documents with a window or a cap are attended to one by one, which a graph cannot repeat for others";
+            Err(Error::invalid("attention", reason))
+        }
     }
 }
 

@@ -78,12 +78,19 @@ void rt_graph_free(rt_graph* graph) {
   delete graph;
 }
 
-rt_status rt_graph_begin(rt_graph* graph, rt_graph* shared) {
+rt_status rt_graph_begin(rt_graph* graph, const uint64_t* pool) {
   return guard([&] {
-    const auto pool = shared == nullptr ? c10::MempoolId_t{0, 0} : shared->call.pool(shared->object);
     // cudaStreamCaptureModeThreadLocal: a call that cannot be captured fails on this thread. Other threads, such as a loader's, are
     // not restricted.
-    graph->call.begin(graph->object, pool, 1);
+    graph->call.begin(graph->object, c10::MempoolId_t{pool[0], pool[1]}, 1);
+  });
+}
+
+rt_status rt_graph_pool(rt_graph* graph, uint64_t* pool) {
+  return guard([&] {
+    const auto id = graph->call.pool(graph->object);
+    pool[0] = id.first;
+    pool[1] = id.second;
   });
 }
 

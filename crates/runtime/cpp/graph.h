@@ -14,9 +14,11 @@ extern "C" {
 rt_status rt_graph_new(rt_graph** out);
 // `graph` is taken; null is allowed. A capture that it began has ended.
 void rt_graph_free(rt_graph* graph);
-// Starts to capture the stream: work that it gets is recorded instead of run. Memory comes from the pool of `shared`, a graph that was
-// captured and is borrowed, or from a new pool if it is null.
-rt_status rt_graph_begin(rt_graph* graph, rt_graph* shared);
+// Starts to capture the stream: work that it gets is recorded instead of run. Memory comes from `pool`, two numbers from
+// `rt_graph_pool`, or from a new pool if they are 0.
+rt_status rt_graph_begin(rt_graph* graph, const uint64_t* pool);
+// Writes the two numbers of a captured graph's pool.
+rt_status rt_graph_pool(rt_graph* graph, uint64_t* pool);
 // Ends the capture and makes the graph ready to run.
 rt_status rt_graph_end(rt_graph* graph);
 // Begins an empty capture on the stream without telling libtorch. After CUDA has ended a capture as invalid, libtorch still counts

@@ -14,11 +14,12 @@ struct rt_adam {
 
 // Runs libtorch's fused kernel without recording gradients: AdamW if decoupled, else Adam. All tensors are borrowed; the five lists have
 // `count` entries. The steps are incremented before the kernel runs, and decremented again if it fails, or where `found_inf` is 1, for
-// which it changes nothing; `scale` and `found_inf` may be NULL. The versions of parameters and moments are incremented, which the
+// which it changes nothing; `rate`, which replaces the learning rate,
+// `scale` and `found_inf` may be NULL. The versions of parameters and moments are incremented, which the
 // kernel does not do.
 rt_status rt_fused_adam(const rt_adam* options, size_t count, const at::Tensor* const* params, const at::Tensor* const* grads,
                         const at::Tensor* const* exp_avgs, const at::Tensor* const* exp_avg_sqs,
-                        const at::Tensor* const* steps, const at::Tensor* scale, const at::Tensor* found_inf) {
+                        const at::Tensor* const* steps, const at::Tensor* rate, const at::Tensor* scale, const at::Tensor* found_inf) {
   return guard([&] {
     const at::AutoGradMode no_grad(false);
     const auto list = [&](const at::Tensor* const* tensors) {
@@ -40,12 +41,19 @@ rt_status rt_fused_adam(const rt_adam* options, size_t count, const at::Tensor* 
     at::_foreach_add_(numbers, 1.0);
     try {
       const auto& o = *options;
-      if (o.decoupled != 0) {
-        at::_fused_adamw_(parameters, gradients, means, squares, {}, numbers, o.lr, o.beta1, o.beta2, o.weight_decay, o.eps,
-                          /*amsgrad=*/false, o.maximize != 0, optional(scale), optional(found_inf));
+      const auto step = [&](const auto& lr) {
+        if (o.decoupled != 0) {
+          at::_fused_adamw_(parameters, gradients, means, squares, {}, numbers, lr, o.beta1, o.beta2, o.weight_decay, o.eps,
+                            /*amsgrad=*/false, o.maximize != 0, optional(scale), optional(found_inf));
+        } else {
+          at::_fused_adam_(parameters, gradients, means, squares, {}, numbers, lr, o.beta1, o.beta2, o.weight_decay, o.eps,
+                           /*amsgrad=*/false, o.maximize != 0, optional(scale), optional(found_inf));
+        }
+      };
+      if (rate != nullptr) {
+        step(*rate);
       } else {
-        at::_fused_adam_(parameters, gradients, means, squares, {}, numbers, o.lr, o.beta1, o.beta2, o.weight_decay, o.eps,
-                         /*amsgrad=*/false, o.maximize != 0, optional(scale), optional(found_inf));
+        step(o.lr);
       }
     } catch (...) {
       at::_foreach_add_(numbers, -1.0);

@@ -21,10 +21,14 @@
 //! # Ok::<(), runtime::Error>(())
 //! ```
 
+mod step_seeds;
+
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::sys::random as sys;
+pub use step_seeds::{StepSeed, StepSeeds, step_base, step_seed};
+pub(crate) use step_seeds::{calls, set_calls};
 
 /// The magic number of [`RandomState::to_bytes`].
 const MAGIC: &[u8; 8] = b"rngstat1";
@@ -92,6 +96,7 @@ impl RandomState {
     /// # Errors
     /// [`Error::Torch`] if CUDA refuses, for example during the capture of a graph.
     pub fn restore(&self) -> Result<()> {
+        crate::sys::recorder::refuse("a random generator is set back to an earlier state")?;
         self.states.iter().try_for_each(|(device, bytes)| sys::restore(*device, bytes))
     }
 
@@ -116,6 +121,14 @@ impl RandomState {
         let current = Preserve { state: Self::of(self.states.iter().map(|(device, _)| *device))? };
         self.restore()?;
         Ok(current)
+    }
+
+    /// Returns a number that depends on the state of the CPU's generator (FNV-1a of its bytes).
+    #[must_use]
+    pub fn digest(&self) -> u64 {
+        let cpu = self.states.iter().filter(|(device, _)| *device == Device::Cpu);
+        let fold = |hash: u64, byte: &u8| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+        cpu.flat_map(|(_, bytes)| bytes).fold(0xcbf2_9ce4_8422_2325, fold)
     }
 
     /// Serialises the state for a checkpoint, to be read by the same version of libtorch.

@@ -9,7 +9,7 @@ use dataloading::{Batch, Counts, Packing};
 use models::module::{Context, Input, LanguageModel};
 use models::{Documents, module::LossOutput};
 use runtime::ops::TryScalar;
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
 use crate::batches::Batches;
 use crate::error::Result;
@@ -31,6 +31,14 @@ impl MicroBatches {
     /// Returns the denominator of the summed loss; 1 without any target, so that the loss is 0.
     pub fn denominator(&self) -> f64 {
         self.targets.max(1) as f64
+    }
+
+    /// Returns [`MicroBatches::denominator`] in an fp64 scalar on a device, so that a graph can repeat the division by it.
+    ///
+    /// # Errors
+    /// Errors of libtorch.
+    pub fn denominator_on(&self, device: Device) -> Result<Tensor> {
+        Ok(Tensor::try_full([] as [i64; 0], self.denominator(), (Kind::Double, device))?)
     }
 
     /// Divides each micro-batch into parts of at most `rows` rows, so that fewer activations exist at a time. The step's loss and
@@ -97,6 +105,19 @@ pub fn fetch(source: &mut (impl Batches + ?Sized), count: usize) -> Result<Optio
     Ok((!all.batches.is_empty()).then_some(all))
 }
 
+/// Parts of a batch's positions to which the number of labels is rounded up.
+const LABELLED_PARTS: usize = 8;
+/// Fewest labels of such a part.
+const LEAST_LABELLED: usize = 64;
+
+/// Returns a bound on the number of `labelled` tokens of a batch of `positions`, rounded up to an eighth of the positions (64 at least), so
+/// that batches of one shape have few bounds, and a head few shapes; `None` without labels.
+pub(crate) fn labelled_bound(labelled: usize, positions: usize) -> Option<i64> {
+    let step = positions.div_ceil(LABELLED_PARTS).max(LEAST_LABELLED);
+    let bound = labelled.next_multiple_of(step).min(positions);
+    i64::try_from(bound).ok().filter(|bound| *bound > 0)
+}
+
 /// Returns the document boundaries of a packed batch; `None` if each row is one document.
 ///
 /// # Errors
@@ -104,7 +125,11 @@ pub fn fetch(source: &mut (impl Batches + ?Sized), count: usize) -> Result<Optio
 pub fn documents(batch: &Batch) -> Result<Option<Documents>> {
     let documents = batch.packing.as_ref().map(|packing| {
         let (ids, cu_seqlens) = (packing.document_ids.shallow_clone(), packing.cu_seqlens.shallow_clone());
-        Documents::from_parts(ids, cu_seqlens, packing.starts.clone())
+        match packing.starts.as_slice() {
+            // The inputs of a graph, which repeats a step with other documents.
+            [] => Ok(Documents::on_device(ids, cu_seqlens, packing.longest)),
+            starts => Documents::from_parts(ids, cu_seqlens, starts.to_vec()),
+        }
     });
     Ok(documents.transpose()?)
 }
@@ -127,7 +152,7 @@ pub fn forward(
             documents: documents.as_ref(),
             training,
             accuracy,
-            labelled_tokens: i64::try_from(batch.counts.targets).ok().filter(|targets| *targets > 0),
+            labelled_tokens: labelled_bound(batch.counts.targets, batch.tokens.numel()),
             ..Context::default()
         },
     };

@@ -99,6 +99,19 @@ pub trait Optimizer: Debug + Send {
     /// Settings outside their ranges; a step that was not ended.
     fn begin(&mut self, settings: StepSettings) -> Result<()>;
 
+    /// Returns why a graph cannot repeat the steps; `None` if it can, with [`StepSettings::on_device`].
+    fn refuses_capture(&self) -> Option<String> {
+        Some("the optimizer steps on the host".to_owned())
+    }
+
+    /// Notes that a graph has repeated everything between [`Optimizer::begin`] and the end of the step.
+    ///
+    /// # Errors
+    /// Errors of libtorch.
+    fn note_replay(&mut self) -> Result<()> {
+        Ok(())
+    }
+
     /// Announces the step's loss, or a positive multiple of it, one element on any device, before [`Optimizer::unscale_and_clip`]: one
     /// that is not finite counts as a gradient that is not.
     fn watch_loss(&mut self, loss: &Tensor) {
@@ -248,12 +261,15 @@ pub struct StepSettings {
     pub clip: Option<f64>,
     /// The reaction to a loss or gradient that is not finite.
     pub non_finite: NonFinite,
+    /// Whether what differs from step to step is on the device, so that a graph can repeat the step: the learning rates, which
+    /// [`Optimizer::begin`] writes there, and the decision to skip. Only where [`Optimizer::refuses_capture`] returns `None`.
+    pub on_device: bool,
 }
 
 impl Default for StepSettings {
     /// One micro-batch, the groups' learning rates, no clipping.
     fn default() -> Self {
-        Self { micro_batches: 1, factor: 1.0, clip: None, non_finite: NonFinite::default() }
+        Self { micro_batches: 1, factor: 1.0, clip: None, non_finite: NonFinite::default(), on_device: false }
     }
 }
 
@@ -292,7 +308,7 @@ pub enum StepDecision {
         /// Whether it is skipped because gradients overflowed under a scaler.
         overflow: bool,
     },
-    /// On the device, with a [`DeviceGradScaler`](crate::scaler::DeviceGradScaler), or without a scaler and clipping.
+    /// On the device, with a [`DeviceGradScaler`](crate::scaler::DeviceGradScaler), or on CUDA without a scaler.
     Device {
         /// A float scalar: 1 to skip the step.
         skip: Tensor,

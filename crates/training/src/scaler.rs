@@ -57,6 +57,11 @@ pub trait GradScaler: Debug + Send {
     /// A state of another scaler.
     fn load_state(&mut self, state: &Value) -> Result<()>;
 
+    /// Returns whether [`GradScaler::device_scaler`] returns one.
+    fn decides_on_device(&self) -> bool {
+        false
+    }
+
     /// Returns the device interface; `None` for a scaler that decides on the host.
     fn device_scaler(&mut self) -> Option<&mut dyn DeviceGradScaler> {
         None
@@ -71,7 +76,8 @@ pub trait DeviceGradScaler {
     /// Errors of libtorch.
     fn update(&mut self, found_inf: &Tensor) -> Result<()>;
 
-    /// Returns its state: fp64 `[1 or more]`, on its device, the scale first. Later updates do not change this tensor.
+    /// Returns its state: fp64 `[1 or more]`, on its device, the scale first. An update changes this tensor in place, so that a graph can
+    /// repeat it.
     fn device_state(&self) -> Tensor;
 
     /// Takes over a state that was read; those of all steps arrive in order.

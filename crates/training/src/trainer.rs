@@ -6,11 +6,13 @@
 //! losses, evaluate, save, stop.
 //!
 //! The loop waits for the device only to read the gradient norm or overflow flag, if needed (in one copy; never with a
-//! [`DeviceGradScaler`](crate::scaler::DeviceGradScaler)), and the losses, several steps at a time. A resumed training computes
-//! the same bits as one that was never stopped (on a GPU with deterministic attention: [`kernels::attention::backend`]): parameters,
-//! optimizer, scaler, data position and random generators are restored.
+//! [`DeviceGradScaler`](crate::scaler::DeviceGradScaler), nor on CUDA without a scaler), and the losses, several steps at a time. On CUDA a
+//! graph repeats the steps ([`captured`]). A resumed training computes the same bits as one that was never stopped (on a GPU with
+//! deterministic attention: [`kernels::attention::backend`]): parameters, optimizer, scaler, data position and random generators are
+//! restored.
 
 mod best;
+pub mod captured;
 mod description;
 mod failed_save;
 mod failed_step;
@@ -28,10 +30,9 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use models::module::LanguageModel;
-use runtime::ops::TryScalar;
 use runtime::precision::{self, Policy, PolicyGuard};
 use runtime::profile::range;
-use runtime::random::RandomState;
+use runtime::random::{RandomState, StepSeeds};
 use tch::{Device, Kind, Tensor};
 
 use crate::accumulation::{MicroBatches, fetch, forward};
@@ -43,12 +44,14 @@ use crate::observer::{Observer, StepRecord, Timings};
 use crate::optimizer::{Optimizer, StepDecision, StepSettings};
 use crate::scaler::{GradScaler, NoScaler};
 use crate::schedule::LrSchedule;
+use crate::split_mix::split_mix;
 pub use best::{Best, BestWeights};
+use captured::CapturedSteps;
 use failed_step::BeforeStep;
 use figures::Figures;
 use frozen::Fingerprint;
 pub use frozen::Frozen;
-pub use options::{FailedCheckpoint, TrainerConfig};
+pub use options::{Capture, FailedCheckpoint, TrainerConfig};
 use ranks::Owner;
 pub use replan::{CheaperPlan, CheaperPlans};
 use retry::Attempts;
@@ -81,6 +84,24 @@ struct Pending {
     parts: usize,
 }
 
+/// A step up to its update.
+enum StepOutcome {
+    /// The sums of the losses, and whether to skip it.
+    Decided(Tensor, StepDecision),
+    /// A graph has run the update as well.
+    Done(DoneStep),
+}
+
+/// A step after its update.
+struct DoneStep {
+    /// [`Pending::sums`] and [`Pending::parts`].
+    sums: Tensor,
+    parts: usize,
+    /// As far as the host knows.
+    gradient_norm: Option<f64>,
+    skipped: bool,
+}
+
 /// A training. Its parts are public fields, to be set as needed.
 pub struct Trainer {
     /// The model.
@@ -101,12 +122,15 @@ pub struct Trainer {
     pub best: Option<Box<dyn BestWeights>>,
     /// Activation plans to change to when memory is short.
     pub cheaper_plans: Option<CheaperPlans>,
+    /// A reason of the program's why no graph can repeat the steps, such as weights that are moved between memories.
+    pub not_captured: Option<String>,
     /// Set from outside to end the training after the current step, with a checkpoint.
     pub stop: Arc<AtomicBool>,
     /// The configuration. May be changed between runs.
     pub options: TrainerConfig,
     step: u64,
     saved: Option<u64>,
+    captured: CapturedSteps,
     watch: DivergenceMonitor,
     trouble: Trouble,
     best_so_far: Option<Best>,
@@ -143,10 +167,12 @@ impl Trainer {
             observers: Vec::new(),
             best: None,
             cheaper_plans: None,
+            not_captured: None,
             stop: Arc::default(),
             options,
             step: 0,
             saved: None,
+            captured: CapturedSteps::default(),
             watch: DivergenceMonitor::default(),
             trouble: Trouble::default(),
             best_so_far: None,
@@ -209,6 +235,7 @@ impl Trainer {
         self.optimizer.check(self.scaler.as_mut())?;
         self.last = Instant::now();
         let devices = self.devices();
+        self.prepare_capture(&devices)?;
         let ended = loop {
             if self.step >= until {
                 break StopReason::Completed;
@@ -279,6 +306,7 @@ impl Trainer {
         let device = micro.batches[0].tokens.device();
         // For repetitions with these batches.
         let random = &RandomState::capture(device)?;
+        let seed = split_mix(random.digest(), self.step);
         let mut attempts = self.attempts()?;
         self.fit_into_memory(device)?;
         let settings = StepSettings {
@@ -286,49 +314,35 @@ impl Trainer {
             factor: self.schedule.factor(self.step),
             clip: self.options.clip,
             non_finite: self.options.non_finite,
+            on_device: self.captured.is_on(),
         };
-        let (mut sums, scale, decision, started) = loop {
+        let (done, scale) = loop {
             self.optimizer.begin(settings)?;
-            let sums = match self.gradients(&micro, &mut timings) {
-                Ok(sums) => sums,
+            // The device's decision is added to the record when it is read.
+            let scale = if self.scaler.device_scaler().is_some() { f64::NAN } else { self.scaler.current() };
+            let computed = match self.captured.is_on() {
+                true => self.captured_step(&micro, (device, seed), random, &mut timings),
+                false => self.compute_seeded(&micro, (device, seed), &mut timings),
+            };
+            let (sums, decision) = match computed {
+                Ok(StepOutcome::Decided(sums, decision)) => (sums, decision),
+                Ok(StepOutcome::Done(done)) => break (done, scale),
                 Err(error) => {
                     self.repeat_with_less(error, device, random)?;
                     continue;
                 }
             };
-            // The device's decision is added to the record when it is read.
-            let scale = if self.scaler.device_scaler().is_some() { f64::NAN } else { self.scaler.current() };
-            let started = Instant::now();
-            let sums = Tensor::f_stack(&sums, 0)?;
-            let sums = sums.f_sum_dim_intlist([0].as_slice(), false, Kind::Double)?;
-            self.optimizer.watch_loss(&sums.f_narrow(0, 0, 1)?);
-            let decision = self.optimizer.unscale_and_clip(self.scaler.as_mut())?;
             if !self.try_again(attempts.as_mut(), &decision, scale, random)? {
-                break (sums, scale, decision, started);
+                break (self.update(sums, decision, &mut timings)?, scale);
             }
-            timings.optimizer += started.elapsed().as_secs_f64();
         };
-        // The last allocations of the step, before anything is updated.
-        let parts = sums.numel();
-        if let StepDecision::Device { figures, .. } = &decision {
-            sums = Tensor::f_cat(&[&sums, &figures.f_to_device(sums.device())?], 0)?;
-        }
-        {
-            let _optimizer = range("optimizer");
-            self.optimizer.take_step(&decision)?;
-            self.optimizer.zero_grad(self.options.zero_grad)?;
-        }
-        timings.optimizer += started.elapsed().as_secs_f64();
         timings.total = self.last.elapsed().as_secs_f64();
         self.last = Instant::now();
         self.step += 1;
         let MicroBatches { tokens, padding, targets, .. } = micro;
         let learning_rate = self.optimizer.learning_rates().first().copied().unwrap_or(0.0);
         let (step, loss, accuracy) = (self.step, f64::NAN, None);
-        let (gradient_norm, skipped) = match decision {
-            StepDecision::Host { norm, skip, .. } => (norm, skip),
-            StepDecision::Device { .. } => (None, false),
-        };
+        let DoneStep { sums, parts, gradient_norm, skipped } = done;
         let record = StepRecord {
             step,
             loss,
@@ -347,9 +361,70 @@ impl Trainer {
         Ok(true)
     }
 
+    /// [`Trainer::compute`] with the seeds of a step, which the host knows.
+    fn compute_seeded(
+        &mut self,
+        micro: &MicroBatches,
+        (device, seed): (Device, u64),
+        timings: &mut Timings,
+    ) -> Result<StepOutcome> {
+        let _seeds = StepSeeds::enter(seed, None);
+        self.compute(micro, &micro.denominator_on(device)?, timings)
+    }
+
+    /// Computes the gradients of a step, and decides whether to skip it.
+    fn compute(
+        &mut self,
+        micro: &MicroBatches,
+        denominator: &Tensor,
+        timings: &mut Timings,
+    ) -> Result<StepOutcome> {
+        let sums = self.gradients(micro, denominator, timings)?;
+        let started = Instant::now();
+        let sums = Tensor::f_stack(&sums, 0)?;
+        let sums = sums.f_sum_dim_intlist([0].as_slice(), false, Kind::Double)?;
+        self.optimizer.watch_loss(&sums.f_narrow(0, 0, 1)?);
+        let decision = self.optimizer.unscale_and_clip(self.scaler.as_mut())?;
+        timings.optimizer += started.elapsed().as_secs_f64();
+        Ok(StepOutcome::Decided(sums, decision))
+    }
+
+    /// Updates the weights, and clears the gradients.
+    fn update(
+        &mut self,
+        mut sums: Tensor,
+        decision: StepDecision,
+        timings: &mut Timings,
+    ) -> Result<DoneStep> {
+        let started = Instant::now();
+        // The last allocations of the step, before anything is updated.
+        let parts = sums.numel();
+        if let StepDecision::Device { figures, .. } = &decision {
+            sums = Tensor::f_cat(&[&sums, &figures.f_to_device(sums.device())?], 0)?;
+        }
+        {
+            let _optimizer = range("optimizer");
+            self.optimizer.take_step(&decision)?;
+            self.optimizer.zero_grad(self.options.zero_grad)?;
+        }
+        timings.optimizer += started.elapsed().as_secs_f64();
+        let (gradient_norm, skipped) = match decision {
+            StepDecision::Host { norm, skip, .. } => (norm, skip),
+            StepDecision::Device { .. } => (None, false),
+        };
+        Ok(DoneStep { sums, parts, gradient_norm, skipped })
+    }
+
     /// Runs forward and backward of all micro-batches. Returns for each `[1 or 2]`, fp64: its summed loss and, if requested,
     /// the number of correct predictions.
-    fn gradients(&mut self, micro: &MicroBatches, timings: &mut Timings) -> Result<Vec<Tensor>> {
+    ///
+    /// `denominator`, an fp64 scalar on the device, is that of the loss.
+    fn gradients(
+        &mut self,
+        micro: &MicroBatches,
+        denominator: &Tensor,
+        timings: &mut Timings,
+    ) -> Result<Vec<Tensor>> {
         let (mut sums, accuracy) = (Vec::new(), self.options.accuracy);
         // Over all micro-batches, so that a weight is cast once for all of them.
         let _precision = self.enter_precision();
@@ -367,7 +442,8 @@ impl Trainer {
             let model = self.model.as_ref();
             let output = timed("forward", &mut timings.forward, || forward(model, batch, true, accuracy))?;
             timed("backward", &mut timings.backward, || {
-                let loss = self.scaler.scale(&output.sum.try_div_scalar(micro.denominator())?)?;
+                let mean = output.sum.f_div(&denominator.f_to_kind(output.sum.kind())?)?;
+                let loss = self.scaler.scale(&mean)?;
                 Ok(runtime::autograd::backward(&[&loss])?)
             })?;
             if owner == Owner::Own {

@@ -75,9 +75,9 @@ pub trait DeviceRule: ScaleRule + Clone {
 pub struct DeviceScaler<R> {
     /// The state of the last read.
     rule: R,
-    /// Fp64. Each update makes a new tensor, so a tensor handed out earlier does not change.
+    /// Fp64. Always the same tensor, so that a graph can repeat a step.
     state: Tensor,
-    /// Fp32 `[2]`: the scale and its inverse, if the kernel of the last update computed them.
+    /// Fp32 `[2]`: the scale and its inverse, once the kernel of an update has computed them; then always the same tensor.
     factors: Option<Tensor>,
     optimizers: PerOptimizerState,
 }
@@ -200,11 +200,17 @@ impl<R: DeviceRule> DeviceScaler<R> {
             }
         };
         if let Some(Updated { state, factors }) = self.rule.update_by_kernel(&self.state, &found_inf)? {
-            (self.state, self.factors) = (state, Some(factors));
+            self.state.f_copy_(&state)?;
+            match &mut self.factors {
+                Some(old) => old.f_copy_(&factors)?,
+                None => self.factors = Some(factors),
+            }
             return Ok(());
         }
         let overflow = found_inf.f_reshape([] as [i64; 0])?.try_ne(0)?;
-        (self.state, self.factors) = (self.rule.update_on_device(&self.state, &overflow)?, None);
+        let state = self.rule.update_on_device(&self.state, &overflow)?;
+        self.state.f_copy_(&state)?;
+        self.factors = None;
         Ok(())
     }
 }
@@ -235,6 +241,10 @@ impl<R: DeviceRule> training::scaler::GradScaler for DeviceScaler<R> {
 
     fn load_state(&mut self, state: &Value) -> training::Result<()> {
         DeviceScaler::load_state(self, state)
+    }
+
+    fn decides_on_device(&self) -> bool {
+        true
     }
 
     fn device_scaler(&mut self) -> Option<&mut dyn DeviceGradScaler> {

@@ -2,6 +2,7 @@
 
 mod activations;
 mod autocast;
+mod captured;
 mod device_loop;
 mod device_scaler;
 mod example;

@@ -180,7 +180,13 @@ impl Training {
             let factor = self.factor(demand, step);
             // Layers are updated within backward; to skip a step, all gradients would be needed first.
             let non_finite = NonFinite::Fail;
-            optimizer.begin(StepSettings { micro_batches, factor, clip, non_finite })?;
+            optimizer.begin(StepSettings {
+                micro_batches,
+                factor,
+                clip,
+                non_finite,
+                ..StepSettings::default()
+            })?;
             losses.push(self.passes(&model, demand, step)?);
             optimizer.step()?;
             seconds.push(began.elapsed().as_secs_f64());

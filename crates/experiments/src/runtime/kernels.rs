@@ -348,7 +348,7 @@ fn adam_w(device: Device, scale: Scale) -> anyhow::Result<Figures> {
                 weight: Some(&weights[index]),
             })
             .collect();
-        if adam_many(&all, &own_steps, options, true, None)? {
+        if adam_many(&all, &own_steps, options, true, None, None)? {
             return Ok(());
         }
         let step = AdamStep { step: 1 + call as u64, ..AdamStep::default() };

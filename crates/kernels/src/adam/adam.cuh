@@ -37,12 +37,14 @@ DEVICE void adam_number(const AdamNumbers& c, float g, float& p, float& m, float
   p -= c.step_size * m / (sqrtf(v) * c.root + c.eps);
 }
 
-// Each block has CHUNK numbers of one tensor. Nothing is changed where `skip` is given and is not 0.
+// Each block has CHUNK numbers of one tensor. Nothing is changed where `skip` is given and is not 0. `rate`, if given, replaces `lr`.
 template <typename G, typename P, int W, bool DECOUPLED, int THREADS, int CHUNK>
-__global__ void __launch_bounds__(THREADS) adam(AdamTable table, int entries, const float* skip, double lr, double beta1, double beta2, float eps, float decay) {
+__global__ void __launch_bounds__(THREADS) adam(AdamTable table, int entries, const float* skip, const double* rate, double lr, double beta1, double beta2, float eps, double weight_decay) {
   if (skip && *skip != 0.f) return;
   const AdamEntry e = table.entries[entry_of(table, entries, blockIdx.x)];
   const int step = (int)*e.step;
+  if (rate) lr = *rate;
+  const float decay = (float)(DECOUPLED ? fma(-lr, weight_decay, 1.0) : weight_decay);
   const AdamNumbers c = {decay, (float)(1.0 - beta1), (float)beta2, (float)(1.0 - beta2), eps,
                          (float)(lr / (1.0 - power(beta1, step))), (float)(1.0 / sqrt(1.0 - power(beta2, step)))};
   const i64 first = ((i64)blockIdx.x - e.first_block) * CHUNK;

@@ -22,6 +22,7 @@ pub(crate) fn adam(
     steps: &[Tensor],
     options: &AdamW,
     decoupled: bool,
+    rate: Option<&Tensor>,
     skip: Option<&Tensor>,
 ) -> Result<bool> {
     let Some(device) = tensors.first().map(|first| first.master.device()) else { return Ok(true) };
@@ -35,6 +36,12 @@ pub(crate) fn adam(
             return Err(Error::invalid(NAME, reason));
         }
     }
+    if let Some(rate) = rate
+        && (rate.kind(), rate.device(), rate.numel()) != (Kind::Double, device, 1)
+    {
+        let reason = format!("the learning rate is {rate:?}; expected one fp64 number on {device:?}");
+        return Err(Error::invalid(NAME, reason));
+    }
     tensors.iter().try_for_each(|one| check(one, device))?;
     let entries = tensors.iter().zip(steps).map(|(one, step)| {
         let &AdamTensors { gradient, master, exp_avg, exp_avg_sq, weight } = one;
@@ -47,7 +54,6 @@ pub(crate) fn adam(
         (alike, [gradient, master, exp_avg, exp_avg_sq, weight, address(step)], one.master.numel())
     });
     let &AdamW { lr, beta1, beta2, weight_decay, eps, .. } = options;
-    let decay = if decoupled { (-lr).mul_add(weight_decay, 1.0) } else { weight_decay };
     for group in table::launches(entries, CHUNK) {
         let (gradient, weight, width) = group.kind;
         let types = type_of(gradient).zip(type_of(weight.unwrap_or(Kind::BFloat16)));
@@ -60,11 +66,12 @@ pub(crate) fn adam(
             table,
             entries,
             optional(skip),
+            optional(rate),
             Argument::F64(lr),
             Argument::F64(beta1),
             Argument::F64(beta2),
             float(eps),
-            float(decay),
+            Argument::F64(weight_decay),
         ];
         launch(SOURCE, &expression, device, (group.blocks, THREADS), &arguments)?;
     }

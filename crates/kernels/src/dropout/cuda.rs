@@ -2,9 +2,9 @@
 
 use runtime::Result;
 use runtime::tensor_memory::bump_version;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
-use super::Mask;
+use super::{Mask, Seed, base_of_step};
 use crate::cuda::{Argument, Source, are_ready, expect, float, launch, optional, pointer, type_of, width};
 
 pub(crate) const SOURCE: Source = Source(include_str!("dropout.cuh"));
@@ -27,11 +27,17 @@ pub(crate) fn dropout(x: Option<&Tensor>, out: &Tensor, mask: Mask, scale: f64) 
     let tensors: Vec<&Tensor> = x.into_iter().chain([out]).collect();
     let width = width(&[kind], &tensors, &[numbers]);
     let block_numbers = width * i64::from(THREADS);
+    let (base, seed) = match mask.seed {
+        Seed::Host(seed) => (None, seed),
+        Seed::Step { call } => (Some(base_of_step()?), call),
+    };
+    expect(NAME, "base", base.as_ref(), &[1], (Kind::Int64, device))?;
     let arguments = [
         optional(x),
         pointer(out),
         Argument::I64(numbers),
-        Argument::I64(mask.seed.cast_signed()),
+        optional(base.as_ref()),
+        Argument::I64(seed.cast_signed()),
         Argument::I64(mask.threshold().cast_signed()),
         float(scale),
     ];

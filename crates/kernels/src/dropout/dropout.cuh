@@ -12,10 +12,11 @@ DEVICE u64 hash_of(u64 seed, u64 counter) {
 }
 
 // out = x·keep·scale, rounded once; x may be null, for ones. A pair of elements shares a hash. Dropped elements are multiplied by 0, as
-// by a mask, so that an infinite x gives NaN.
+// by a mask, so that an infinite x gives NaN. With `base`, a training step's, `seed` is the number of a call in the step.
 template <typename T, int W, int THREADS>
-__global__ void __launch_bounds__(THREADS) dropout(const T* x, T* out, i64 numbers, i64 seed, i64 threshold, float scale) {
+__global__ void __launch_bounds__(THREADS) dropout(const T* x, T* out, i64 numbers, const i64* base, i64 seed, i64 threshold, float scale) {
   static_assert(W == 1 || W % 2 == 0, "");
+  if (base) seed = (i64)hash_of((u64)*base, (u64)seed + 1);
   for (i64 i = ((i64)blockIdx.x * THREADS + threadIdx.x) * W; i < numbers; i += (i64)gridDim.x * THREADS * W) {
     float f[W];
     UNROLL for (int j = 0; j < W; j++) f[j] = 1.f;

@@ -1,8 +1,8 @@
-//! The norms by libtorch's fused operators, for devices other than the CPU.
+//! The norms by libtorch's operators, for devices other than the CPU, and for recorded steps on it.
 
 use runtime::Result;
 use runtime::ops::{self, Value};
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use super::cpu::compute_kind;
 use super::{Gradients, Inputs, Norm, NormPass, Normalized, Requested, Saved};
@@ -69,6 +69,11 @@ impl NormPass for Reference {
                 ];
                 ops::call("aten::native_layer_norm_backward", "", &arguments, &[])?
             }
+            // libtorch has no such operator for the CPU, where this implementation is that of recorded steps.
+            Norm::Rms if upstream.device() == Device::Cpu => {
+                let (x_gradient, weight_gradient) = rms_backward(&upstream, &x, saved.rstd, weight.as_ref())?;
+                vec![x_gradient.into(), weight_gradient.map_or(Value::None, Value::Tensor)]
+            }
             Norm::Rms => {
                 let arguments = [
                     (&upstream).into(),
@@ -100,6 +105,29 @@ impl NormPass for Reference {
     }
 }
 
+/// Returns the gradients of x and of the weight of RMS norm, in fp32 (f64 for f64).
+///
+/// With x̂ = x/σ and h = w·g: ∂L/∂x = (h − x̂·mean(h·x̂))/σ and ∂L/∂w = Σ g·x̂.
+fn rms_backward(
+    upstream: &Tensor,
+    x: &Tensor,
+    rstd: &Tensor,
+    weight: Option<&Tensor>,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let kind = compute_kind(x.kind());
+    let (upstream, x) = (upstream.f_to_kind(kind)?, x.f_to_kind(kind)?);
+    let rstd = rstd.f_to_kind(kind)?.f_reshape([&x.size()[..x.dim() - 1], &[1]].concat())?;
+    let normalized = x.f_mul(&rstd)?;
+    let weighted = match weight {
+        Some(weight) => upstream.f_mul(&weight.f_to_kind(kind)?)?,
+        None => upstream.shallow_clone(),
+    };
+    let mean = weighted.f_mul(&normalized)?.f_mean_dim([-1i64].as_slice(), true, kind)?;
+    let x_gradient = weighted.f_sub(&normalized.f_mul(&mean)?)?.f_mul(&rstd)?;
+    let summed = |_| super::function::summed(&upstream.f_mul(&normalized)?, kind);
+    Ok((x_gradient, weight.map(summed).transpose()?))
+}
+
 #[cfg(test)]
 mod tests {
     use runtime::random::Generator;
@@ -109,50 +137,51 @@ mod tests {
     use crate::norm::cpu::Cpu;
     use crate::norm::{Keep, Options, Wanted};
 
-    /// The layer norm's operators have CPU kernels too, so this path is compared with the pass in Rust. (The RMS norm's backward
-    /// operator has none.)
+    /// The operators run on a CPU too, so they are compared with the pass in Rust.
     #[test]
-    fn operators_of_the_layer_norm_match_the_pass() {
-        let mut generator = Generator::new(11).unwrap();
-        let mut normal = |shape: &[i64]| generator.normal(shape, (Kind::Double, Device::Cpu)).unwrap();
-        let (x, residual, upstream, added) =
-            (normal(&[5, 3, 17]), normal(&[5, 3, 17]), normal(&[5, 3, 17]), normal(&[5, 3, 17]));
-        let (weight, bias) = (normal(&[17]), normal(&[17]));
-        let wanted = Wanted { x: true, weight: true, bias: true };
-        let inputs = Inputs {
-            norm: Norm::Layer,
-            x: &x,
-            residual: Some(&residual),
-            weight: Some(&weight),
-            bias: Some(&bias),
-            options: Options::default(),
-            mean: true,
-        };
-        let (ours, theirs) = (Cpu.forward(&inputs).unwrap(), Reference.forward(&inputs).unwrap());
-        let close = |a: &Tensor, b: &Tensor| {
-            let worst = (a - b.view_as(a)).abs().max().double_value(&[]);
-            assert!(worst < 1e-12, "{worst}");
-        };
-        close(&ours.y, &theirs.y);
-        close(ours.sum.as_ref().unwrap(), theirs.sum.as_ref().unwrap());
-        close(&ours.rstd, &theirs.rstd);
-        let gradients = |normalized: &Normalized, pass: &dyn NormPass| {
-            let saved = Saved {
-                kept: normalized.sum.as_ref().unwrap(),
-                keep: Keep::Input,
-                kind: Kind::Double,
-                mean: normalized.mean.as_ref(),
-                rstd: &normalized.rstd,
+    fn operators_match_the_pass() {
+        for norm in [Norm::Layer, Norm::Rms] {
+            let mut generator = Generator::new(11).unwrap();
+            let mut normal = |shape: &[i64]| generator.normal(shape, (Kind::Double, Device::Cpu)).unwrap();
+            let (x, residual, upstream, added) =
+                (normal(&[5, 3, 17]), normal(&[5, 3, 17]), normal(&[5, 3, 17]), normal(&[5, 3, 17]));
+            let (weight, bias) = (normal(&[17]), normal(&[17]));
+            let wanted = Wanted { x: true, weight: true, bias: true };
+            let inputs = Inputs {
+                norm,
+                x: &x,
+                residual: Some(&residual),
                 weight: Some(&weight),
-                bias: None,
+                bias: Some(&bias),
+                options: Options::default(),
+                mean: norm == Norm::Layer,
             };
-            let (norm, kinds) = (Norm::Layer, [Kind::Double; 2]);
-            let requested = Requested { norm, added: Some(&added), wanted, kinds };
-            let gradients = pass.backward(&saved, upstream.copy(), requested).unwrap();
-            [gradients.x.unwrap(), gradients.weight.unwrap(), gradients.bias.unwrap()]
-        };
-        for (ours, theirs) in gradients(&ours, &Cpu).iter().zip(&gradients(&theirs, &Reference)) {
-            close(ours, theirs);
+            let (ours, theirs) = (Cpu.forward(&inputs).unwrap(), Reference.forward(&inputs).unwrap());
+            let close = |a: &Tensor, b: &Tensor| {
+                let worst = (a - b.view_as(a)).abs().max().double_value(&[]);
+                assert!(worst < 1e-12, "{norm:?}: {worst}");
+            };
+            close(&ours.y, &theirs.y);
+            close(ours.sum.as_ref().unwrap(), theirs.sum.as_ref().unwrap());
+            close(&ours.rstd, &theirs.rstd);
+            let gradients = |normalized: &Normalized, pass: &dyn NormPass| {
+                let saved = Saved {
+                    kept: normalized.sum.as_ref().unwrap(),
+                    keep: Keep::Input,
+                    kind: Kind::Double,
+                    mean: normalized.mean.as_ref(),
+                    rstd: &normalized.rstd,
+                    weight: Some(&weight),
+                    bias: None,
+                };
+                let kinds = [Kind::Double; 2];
+                let requested = Requested { norm, added: Some(&added), wanted, kinds };
+                let gradients = pass.backward(&saved, upstream.copy(), requested).unwrap();
+                [gradients.x.unwrap(), gradients.weight.unwrap(), gradients.bias.unwrap()]
+            };
+            for (ours, theirs) in gradients(&ours, &Cpu).iter().zip(&gradients(&theirs, &Reference)) {
+                close(ours, theirs);
+            }
         }
     }
 }

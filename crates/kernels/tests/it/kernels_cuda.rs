@@ -459,8 +459,8 @@ fn adam_over_many_tensors_matches_the_cpu() {
                         weight: Some(weight),
                     })
                     .collect();
-                let skipped = adam_many(&all, &steps, options, decoupled, Some(&on(1.0))).unwrap();
-                let done = adam_many(&all, &steps, options, decoupled, Some(&on(0.0))).unwrap();
+                let skipped = adam_many(&all, &steps, options, decoupled, None, Some(&on(1.0))).unwrap();
+                let done = adam_many(&all, &steps, options, decoupled, None, Some(&on(0.0))).unwrap();
                 assert!(skipped && done);
             }
             assert_eq!(steps[69].double_value(&[]), 3.0);

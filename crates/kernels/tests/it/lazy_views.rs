@@ -69,7 +69,7 @@ fn plain_cases() -> Vec<Case> {
         case("attention of one query", &[&[2, 4, 16], &[2, 2, 5, 16], &[2, 2, 5, 16]], |x| {
             single_query_attention(&x[0], &x[1], &x[2], SingleQueryOptions::default())
         }),
-        case("dropout", &[&[3, 5, 16]], |x| Mask { rate: 0.5, seed: 3 }.apply(&x[0], 2.0)),
+        case("dropout", &[&[3, 5, 16]], |x| Mask { rate: 0.5, seed: 3.into() }.apply(&x[0], 2.0)),
         case("product", &[&[40, 48], &[48, 64]], |x| mm(&x[0], &x[1])),
         case("matrix-vector product", &[&[2, 64], &[96, 64], &[96]], |x| {
             Ok(matvec(&x[0], &x[1], Some(&x[2]))?.unwrap_or_else(|| x[0].linear(&x[1], Some(&x[2]))))

@@ -1,5 +1,6 @@
 //! Document boundaries in packed rows.
 
+use runtime::device::graph::operators_only;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result, wrong_shape};
@@ -100,7 +101,7 @@ impl Documents {
                 pair[1] - 1
             ));
         }
-        if ids.device() == Device::Cpu {
+        if ids.device() == Device::Cpu && !operators_only() {
             let documents = starts.windows(2).zip(0i64..);
             let expected_ids =
                 documents.flat_map(|(pair, id)| std::iter::repeat_n(id, (pair[1] - pair[0]) as usize));
@@ -112,6 +113,17 @@ impl Documents {
         }
         let longest = longest(&starts);
         Ok(Self { ids, cu_seqlens, starts, longest })
+    }
+
+    /// Creates the boundaries that only the device knows, for a step that a graph repeats with other documents: as
+    /// [`Documents::from_parts`], unchecked, with `longest` as a bound on the length of a document. Documents may be empty.
+    pub fn on_device(ids: Tensor, cu_seqlens: Tensor, longest: i64) -> Self {
+        Self { ids, cu_seqlens, starts: Vec::new(), longest }
+    }
+
+    /// Returns whether the host knows where documents start.
+    pub fn are_on_host(&self) -> bool {
+        !self.starts.is_empty()
     }
 
     /// Returns the same documents, sharing their tensors.
@@ -135,7 +147,7 @@ impl Documents {
         &self.cu_seqlens
     }
 
-    /// Returns the same on the host.
+    /// Returns the same on the host; nothing if it does not know ([`Documents::are_on_host`]).
     pub fn starts(&self) -> &[i32] {
         &self.starts
     }

@@ -179,6 +179,9 @@ where
         let (outputs, settings) = Settings::of(|| self.call(inputs));
         let outputs = outputs?;
         self.settings = Some(settings);
+        if let Some(state) = &mut self.state {
+            state.expect_no_draws()?;
+        }
         if let Some(within) = within {
             let products = within.recorded()?;
             products.iter().flatten().for_each(|tensor| ctx.save(tensor));

@@ -3,13 +3,15 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::error::Result;
+use crate::device::graph;
+use crate::error::{Error, Result};
 use crate::precision::{self, Policy, PolicyGuard};
-use crate::random::{Preserve, RandomState};
+use crate::random::{self, Preserve, RandomState};
 use crate::sys::autocast::{Autocast, AutocastGuard};
 
 /// The thread-local state that decides what a forward computes: libtorch's autocast, the mixed-precision
-/// [policy](crate::precision) and, if asked for, the default random generators. A [`Function`](super::Function) that recomputes its
+/// [policy](crate::precision), the number of seeds that the training step has drawn ([`crate::random::StepSeeds`]) and, if asked for, the
+/// default random generators. A [`Function`](super::Function) that recomputes its
 /// forward captures the state in forward and enters it in backward, on any thread. Like ATen's `ThreadLocalState`.
 ///
 /// ```
@@ -26,6 +28,8 @@ pub struct ThreadLocalState {
     autocast: Autocast,
     precision: Option<Arc<dyn Policy>>,
     random: Option<RandomState>,
+    /// The number of seeds that the training step has drawn before.
+    calls: Option<u64>,
 }
 
 /// Restores the thread's previous state when dropped.
@@ -34,16 +38,54 @@ pub struct ThreadLocalStateGuard {
     _autocast: AutocastGuard,
     _precision: PolicyGuard,
     _random: Option<Preserve>,
+    _calls: CallsGuard,
+}
+
+/// Sets the number of seeds that the step has drawn back when dropped.
+struct CallsGuard(Option<u64>);
+
+impl Drop for CallsGuard {
+    fn drop(&mut self) {
+        if let Some(calls) = self.0 {
+            random::set_calls(calls);
+        }
+    }
 }
 
 impl ThreadLocalState {
-    /// Captures this thread's state; with `random` that of the default generators too, a copy of a few kilobytes.
+    /// Captures this thread's state; with `random` that of the default generators too, a copy of a few kilobytes. Not while a CUDA graph
+    /// is captured, which cannot set a generator back: see [`ThreadLocalState::expect_no_draws`].
     ///
     /// # Errors
     /// Errors of libtorch.
     pub fn capture(random: bool) -> Result<Self> {
+        let random = random && graph::progress() != graph::Progress::Capturing;
         let random = random.then(RandomState::capture_all).transpose()?;
-        Ok(Self { autocast: Autocast::capture()?, precision: precision::current(), random })
+        Ok(Self {
+            autocast: Autocast::capture()?,
+            precision: precision::current(),
+            random,
+            calls: random::calls(),
+        })
+    }
+
+    /// For a forward that is a part of a step which a graph will repeat: forgets the generators' state, which no graph can restore, and
+    /// refuses a forward that has drawn from them since [`ThreadLocalState::capture`]. Otherwise does nothing.
+    ///
+    /// # Errors
+    /// A forward that has drawn random numbers; errors of libtorch.
+    pub fn expect_no_draws(&mut self) -> Result<()> {
+        if graph::progress() == graph::Progress::Eager {
+            return Ok(());
+        }
+        match self.random.take() {
+            Some(before) if before != RandomState::capture_all()? => {
+                let reason = "a part of a model that backward runs again draws random numbers, for example for dropout; its second run \
+                              needs the generator's earlier state, which a graph cannot restore";
+                Err(Error::invalid("captured step", reason))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// Makes it this thread's state until the guard is dropped.
@@ -55,6 +97,7 @@ impl ThreadLocalState {
             _autocast: self.autocast.enter()?,
             _precision: precision::enter(self.precision.clone()),
             _random: self.random.as_ref().map(RandomState::replay).transpose()?,
+            _calls: CallsGuard(self.calls.and_then(random::set_calls)),
         })
     }
 }

@@ -38,7 +38,8 @@ mod capture;
 use tch::Device;
 
 use crate::error::{Error, Result};
-pub use capture::{Capture, Graph, OperatorsOnly, operators_only};
+pub use capture::{Capture, Graph, OperatorsOnly, Pool, operators_only};
+pub(crate) use capture::{Progress, progress};
 
 /// A captured step. See the [module](self).
 pub struct CapturedStep {

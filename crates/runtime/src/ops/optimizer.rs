@@ -69,7 +69,7 @@ pub fn fused_adamw_<T: Borrow<Tensor>>(
     options: AdamW,
     unscale: Option<Unscale<'_>>,
 ) -> Result<()> {
-    fused("fused_adamw_", true, tensors, options, unscale)
+    fused("fused_adamw_", true, tensors, options, None, unscale)
 }
 
 /// Runs one step of Adam over all parameters, in place and without a graph (`_fused_adam_`; Kingma & Ba, arXiv:1412.6980). As
@@ -82,7 +82,23 @@ pub fn fused_adam_<T: Borrow<Tensor>>(
     options: AdamW,
     unscale: Option<Unscale<'_>>,
 ) -> Result<()> {
-    fused("fused_adam_", false, tensors, options, unscale)
+    fused("fused_adam_", false, tensors, options, None, unscale)
+}
+
+/// [`fused_adamw_`] if `decoupled`, else [`fused_adam_`], with the learning rate in a scalar on the parameters' device, fp64 on a CPU and
+/// fp32 on others, which the host does not read, instead of [`AdamW::lr`]. For steps that a graph repeats.
+///
+/// # Errors
+/// As [`fused_adamw_`].
+pub fn fused_adam_at_rate_<T: Borrow<Tensor>>(
+    tensors: &AdamWTensors<'_, T>,
+    options: AdamW,
+    decoupled: bool,
+    rate: &Tensor,
+    unscale: Option<Unscale<'_>>,
+) -> Result<()> {
+    let name = if decoupled { "fused_adamw_" } else { "fused_adam_" };
+    fused(name, decoupled, tensors, options, Some(rate), unscale)
 }
 
 fn fused<T: Borrow<Tensor>>(
@@ -90,6 +106,7 @@ fn fused<T: Borrow<Tensor>>(
     decoupled: bool,
     tensors: &AdamWTensors<'_, T>,
     options: AdamW,
+    rate: Option<&Tensor>,
     unscale: Option<Unscale<'_>>,
 ) -> Result<()> {
     let AdamWTensors { params, grads, exp_avgs, exp_avg_sqs, steps } = *tensors;
@@ -111,5 +128,5 @@ fn fused<T: Borrow<Tensor>>(
         unscale.map_or((None, None), |Unscale { scale, found_inf }| (scale, Some(found_inf)));
     // The kernel increments no versions; the call does, so that a graph that saved a parameter detects the change, and caches of casts or
     // device copies are not stale.
-    sys::fused_adam(options, [params, grads, exp_avgs, exp_avg_sqs, steps], scale, found_inf)
+    sys::fused_adam(options, [params, grads, exp_avgs, exp_avg_sqs, steps], [rate, scale, found_inf])
 }

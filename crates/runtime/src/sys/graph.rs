@@ -14,7 +14,8 @@ struct Opaque {
 unsafe extern "C" {
     fn rt_graph_new(out: *mut *mut Opaque) -> Status;
     fn rt_graph_free(graph: *mut Opaque);
-    fn rt_graph_begin(graph: *mut Opaque, shared: *mut Opaque) -> Status;
+    fn rt_graph_begin(graph: *mut Opaque, pool: *const u64) -> Status;
+    fn rt_graph_pool(graph: *mut Opaque, pool: *mut u64) -> Status;
     fn rt_graph_end(graph: *mut Opaque) -> Status;
     fn rt_graph_restart(graph: *mut Opaque) -> Status;
     fn rt_graph_replay(graph: *mut Opaque) -> Status;
@@ -73,13 +74,21 @@ impl CudaGraph {
         Ok(Self { graph, capturing: false, _thread: PhantomData })
     }
 
-    /// Captures the work of the thread's current stream, until [`CudaGraph::end`], with the memory pool of `shared`, if given.
-    pub(crate) fn begin(&mut self, shared: Option<&Self>) -> Result<()> {
-        let shared = shared.map_or(std::ptr::null_mut(), |shared| shared.graph);
-        // SAFETY: the graph is ours, and `shared` exists during the call.
-        unsafe { check(rt_graph_begin(self.graph, shared)) }?;
+    /// Captures the work of the thread's current stream, until [`CudaGraph::end`], with memory from `pool`, if given, else from a new one.
+    pub(crate) fn begin(&mut self, pool: Option<[u64; 2]>) -> Result<()> {
+        let pool = pool.unwrap_or_default();
+        // SAFETY: the graph is ours, and the two numbers exist during the call.
+        unsafe { check(rt_graph_begin(self.graph, pool.as_ptr())) }?;
         self.capturing = true;
         Ok(())
+    }
+
+    /// Returns the pool of a captured graph.
+    pub(crate) fn pool(&self) -> Result<[u64; 2]> {
+        let mut pool = [0; 2];
+        // SAFETY: the graph is ours, and the two numbers are written during the call.
+        unsafe { check(rt_graph_pool(self.graph, pool.as_mut_ptr())) }?;
+        Ok(pool)
     }
 
     /// Ends the capture, also on failure.

@@ -30,6 +30,7 @@ unsafe extern "C" {
         exp_avgs: *const *const C_tensor,
         exp_avg_sqs: *const *const C_tensor,
         steps: *const *const C_tensor,
+        rate: *const C_tensor,
         scale: *const C_tensor,
         found_inf: *const C_tensor,
     ) -> Status;
@@ -39,8 +40,7 @@ unsafe extern "C" {
 pub(crate) fn fused_adam<T: Borrow<Tensor>>(
     options: RawAdam,
     lists: [&[T]; 5],
-    scale: Option<&Tensor>,
-    found_inf: Option<&Tensor>,
+    [rate, scale, found_inf]: [Option<&Tensor>; 3],
 ) -> Result<()> {
     let optional = |tensor: Option<&Tensor>| tensor.map_or(std::ptr::null(), Tensor::as_ptr);
     let count = lists[0].len();
@@ -56,6 +56,7 @@ pub(crate) fn fused_adam<T: Borrow<Tensor>>(
             exp_avgs,
             exp_avg_sqs,
             steps,
+            optional(rate),
             optional(scale),
             optional(found_inf),
         ))

@@ -84,8 +84,14 @@ impl Adam {
     /// Runs [`Rule::fused`], with decoupled weight decay or an L2 penalty: with this workspace's kernel, which takes mixed
     /// dtypes, or with libtorch's.
     pub(super) fn run_fused(&self, step: &FusedStep<'_>, decoupled: bool) -> Result<()> {
-        let &FusedStep { tensors: Tensors { params, grads, slots }, weights, steps, hyperparameters, skip } =
-            step;
+        let &FusedStep {
+            tensors: Tensors { params, grads, slots },
+            weights,
+            steps,
+            hyperparameters,
+            rate,
+            skip,
+        } = step;
         let Hyperparameters { lr, weight_decay, .. } = hyperparameters;
         let &Self { beta1, beta2, eps } = self;
         let options = optimizer::AdamW { lr, beta1, beta2, weight_decay, eps, maximize: false };
@@ -104,7 +110,7 @@ impl Adam {
                 && one.gradient.kind() != Kind::Double
                 && one.weight.is_none_or(|weight| weight.kind() != Kind::Float && weight.is_contiguous())
         });
-        if fits && adam_many(&all, steps, options, decoupled, skip)? {
+        if fits && adam_many(&all, steps, options, decoupled, rate, skip)? {
             return Ok(());
         }
         let casts = cast_gradients(params, grads)?;
@@ -112,9 +118,14 @@ impl Adam {
         let tensors =
             optimizer::AdamWTensors { params, grads, exp_avgs: &slots[0], exp_avg_sqs: &slots[1], steps };
         let skip = skip.map(|found_inf| optimizer::Unscale { scale: None, found_inf });
-        match decoupled {
-            true => optimizer::fused_adamw_(&tensors, options, skip)?,
-            false => optimizer::fused_adam_(&tensors, options, skip)?,
+        match (rate, decoupled) {
+            (Some(rate), _) => {
+                let kind = if rate.device().is_cuda() { Kind::Float } else { Kind::Double };
+                let rate = rate.f_to_kind(kind)?;
+                optimizer::fused_adam_at_rate_(&tensors, options, decoupled, &rate, skip)?;
+            }
+            (None, true) => optimizer::fused_adamw_(&tensors, options, skip)?,
+            (None, false) => optimizer::fused_adam_(&tensors, options, skip)?,
         }
         write_weights(weights, params)
     }

@@ -39,6 +39,8 @@ pub(super) struct StepArguments<'a> {
     /// Factor of the learning rates.
     pub(super) factor: f64,
     pub(super) implementation: Implementation,
+    /// The learning rate of each group, fp64 on its device, for a step that a graph repeats.
+    pub(super) rates: Option<&'a [Tensor]>,
     /// Where this is 1 on the device, nothing changes. All rules have fused kernels then.
     pub(super) skip: Option<&'a Tensor>,
     /// Whether to keep an fp32 copy of each bf16 or fp16 parameter.
@@ -162,21 +164,22 @@ fn run(
 ) -> Result<()> {
     for bucket in buckets {
         let Bucket {
-            key: (group, device, _, step), params, grads, slots, steps, mut weights, streams, ..
+            key: (number, device, _, step), params, grads, slots, steps, mut weights, streams, ..
         } = bucket;
-        let group = &groups[group];
+        let group = &groups[number];
         let rule = group.rule.as_deref().unwrap_or(arguments.rule);
         let hyperparameters =
             Hyperparameters { lr: group.lr * arguments.factor, weight_decay: group.weight_decay, step };
         let skip = arguments.skip.map(|skip| skip.f_to_device(device)).transpose()?;
+        let rate = arguments.rates.map(|rates| rates[number].f_to_device(device)).transpose()?;
         let tensors = Tensors { params: &params, grads: &grads, slots: &slots };
         let take =
             |(weight, stream): (&mut Option<Tensor>, &Option<Stream>)| stream.and_then(|_| weight.take());
         let stochastic: Vec<Option<Tensor>> = weights.iter_mut().zip(&streams).map(take).collect();
-        let (weights, steps, skip) = (&weights, &steps, skip.as_ref());
+        let (weights, steps, rate, skip) = (&weights, &steps, rate.as_ref(), skip.as_ref());
         let fused = match steps.is_empty() {
             true => None,
-            false => rule.fused(&FusedStep { tensors, weights, steps, hyperparameters, skip }),
+            false => rule.fused(&FusedStep { tensors, weights, steps, hyperparameters, rate, skip }),
         };
         if let Some(done) = fused {
             // What it allocates, it allocates before it changes anything.

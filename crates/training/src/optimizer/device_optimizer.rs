@@ -4,9 +4,10 @@ use std::collections::{BTreeSet, HashMap};
 
 use kernels::stochastic_rounding::Stream;
 use runtime::autograd::{clear_gradients, gradients};
+use runtime::ops::TryScalar;
 use runtime::ops::foreach;
 use runtime::precision::identity;
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
 use super::bucket::{self, Live, StepArguments};
 use super::group::{Group, OptimizedParameter};
@@ -28,6 +29,8 @@ pub struct DeviceOptimizer {
     implementation: Implementation,
     master_weights: bool,
     pub(super) settings: StepSettings,
+    /// The learning rate of each group in an fp64 scalar on its device, while steps are [`StepSettings::on_device`].
+    rates: Option<Vec<Tensor>>,
     /// The loss of the step, if it is watched.
     pub(super) loss: Option<Tensor>,
     /// Whether the step that is running, or failed last, has changed parameters or state.
@@ -76,6 +79,7 @@ impl DeviceOptimizer {
             implementation: Implementation::default(),
             master_weights: false,
             settings: StepSettings::default(),
+            rates: None,
             loss: None,
             changed: false,
         })
@@ -241,6 +245,48 @@ impl DeviceOptimizer {
         self.advance(Some(found_inf))
     }
 
+    /// Prepares what a step that a graph repeats reads from the device: the learning rates, and master copies whose weights others have
+    /// written.
+    pub(super) fn write_for_graph(&mut self) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        let rates = self.learning_rates();
+        match &mut self.rates {
+            Some(tensors) => {
+                for (tensor, rate) in tensors.iter_mut().zip(rates) {
+                    let _ = tensor.try_fill_(rate)?;
+                }
+            }
+            None => {
+                let device = |group: &Group| {
+                    group.parameters.first().map_or(Device::Cpu, |(_, tensor)| tensor.device())
+                };
+                let scalar = |(group, rate)| {
+                    Ok(Tensor::try_full([] as [i64; 0], rate, (Kind::Double, device(group)))?)
+                };
+                self.rates = Some(self.groups.iter().zip(rates).map(scalar).collect::<Result<_>>()?);
+            }
+        }
+        for parameter in &mut self.parameter {
+            if let Some(state) = parameter.state.as_mut().filter(|state| state.master.is_some()) {
+                state.keep_master(&parameter.tensor)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Notes that a graph has repeated the last step, which the host's counters and the versions of tensors do not show.
+    pub(super) fn note_replay(&mut self) -> Result<()> {
+        for OptimizedParameter { group, tensor, state, .. } in &mut self.parameter {
+            let Some(state) = state.as_mut().filter(|_| !self.groups[*group].frozen) else { continue };
+            state.uncertain |= state.device_step.is_some();
+            for written in [&*tensor].into_iter().chain(state.tensors()) {
+                runtime::tensor_memory::bump_version(written)?;
+            }
+            state.wrote(tensor);
+        }
+        Ok(())
+    }
+
     /// Reads the step numbers that only the device knows, in one copy.
     fn learn_steps(&mut self) -> Result<()> {
         let states = self.parameter.iter_mut().filter_map(|parameter| parameter.state.as_mut());
@@ -259,7 +305,7 @@ impl DeviceOptimizer {
     fn advance(&mut self, skip: Option<&Tensor>) -> Result<()> {
         let _range = runtime::profile::range("optimizer.step");
         let _no_grad = tch::no_grad_guard();
-        let &mut Self { ref rule, ref groups, factor, implementation, master_weights, .. } = self;
+        let &mut Self { ref rule, ref groups, ref rates, factor, implementation, master_weights, .. } = self;
         let tensors: Vec<&Tensor> = self.parameter.iter().map(|parameter| &parameter.tensor).collect();
         let grads = gradients(&tensors)?;
         let mut live = Vec::with_capacity(grads.len());
@@ -273,9 +319,9 @@ impl DeviceOptimizer {
             let is_new = parameter.state.is_none();
             live.push(Live { parameter, grad, is_new });
         }
-        let rule = rule.as_ref();
+        let (rule, rates) = (rule.as_ref(), rates.as_deref().filter(|_| self.settings.on_device));
         self.changed = false;
-        let arguments = StepArguments { rule, factor, implementation, skip, master_weights };
+        let arguments = StepArguments { rule, factor, implementation, rates, skip, master_weights };
         bucket::step(&mut live, groups, arguments, &mut self.changed)
     }
 

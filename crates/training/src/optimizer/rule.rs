@@ -93,6 +93,9 @@ pub struct FusedStep<'a> {
     pub steps: &'a [Tensor],
     /// The hyperparameters; the kernel reads `steps` instead of [`Hyperparameters::step`].
     pub hyperparameters: Hyperparameters,
+    /// The learning rate in an fp64 scalar on the device, for a step that a graph repeats: the kernel reads it instead of
+    /// [`Hyperparameters::lr`].
+    pub rate: Option<&'a Tensor>,
     /// A float scalar on the device; if it is 1, the kernel changes nothing.
     pub skip: Option<&'a Tensor>,
 }

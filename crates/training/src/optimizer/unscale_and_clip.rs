@@ -5,12 +5,13 @@
 //!
 //! Where the host decides, flags, norm and loss are read in one copy from the device. With a scaler that decides on the device
 //! ([`crate::scaler::DeviceGradScaler`]) nothing is read: clipping multiplies by a factor computed there, and the optimizer's kernel reads
-//! the flag. On CUDA that is so also without a scaler and clipping, where the rule has such a kernel.
+//! the flag. On CUDA that is so also without a scaler, where the rule has such a kernel, and on every device for a step that a graph
+//! repeats ([`StepSettings::on_device`]).
 
 use runtime::ops;
 use runtime::ops::TryScalar;
 use runtime::profile::range;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::{DeviceOptimizer, Group, Optimizer, Rule, StepDecision, StepSettings, ZeroGrad};
 use crate::clip::{self, Findings, NonFinite};
@@ -21,7 +22,16 @@ impl Optimizer for DeviceOptimizer {
     fn begin(&mut self, settings: StepSettings) -> Result<()> {
         self.set_factor(settings.factor)?;
         (self.settings, self.changed, self.loss) = (settings, false, None);
-        Ok(())
+        if settings.on_device { self.write_for_graph() } else { Ok(()) }
+    }
+
+    fn refuses_capture(&self) -> Option<String> {
+        let reason = "steps by the fused kernel of Adam or AdamW only are decided on the device";
+        (!self.skips_on_device()).then(|| format!("{reason}; the rule is {}", self.rule().name()))
+    }
+
+    fn note_replay(&mut self) -> Result<()> {
+        DeviceOptimizer::note_replay(self)
     }
 
     fn watch_loss(&mut self, loss: &Tensor) {
@@ -44,7 +54,8 @@ impl Optimizer for DeviceOptimizer {
             (None, None) if checks => Some(clip::found_non_finite(&grads)?),
             _ => None,
         };
-        let is_unread = flag.as_ref().is_some_and(|flag| flag.device().is_cuda()) && self.skips_on_device();
+        let on_cuda = grads.first().is_some_and(|grad| grad.device().is_cuda());
+        let is_unread = found_inf.is_none() && (self.settings.on_device || on_cuda && self.skips_on_device());
         if scaler.device_scaler().is_some() || is_unread {
             let signs = Found { found_inf, norm, flag, loss };
             return decide_on_device(&grads, &signs, self.settings, scaler);
@@ -135,13 +146,14 @@ fn decide_on_device(
 ) -> Result<StepDecision> {
     let _no_grad = tch::no_grad_guard();
     let Found { found_inf, norm, flag, loss } = found;
-    let overflow = match (found_inf, flag) {
-        (Some(found_inf), _) => wide(found_inf)?,
-        (None, Some(flag)) => wide(flag)?.f_zeros_like()?,
-        (None, None) => {
+    let device = grads.first().map_or(Device::Cpu, Tensor::device);
+    let overflow = match found_inf {
+        Some(found_inf) => wide(found_inf)?,
+        None if scaler.device_scaler().is_some() => {
             let reason = "it decides on the device whether to skip a step, but returned no flag";
             return Err(Error::config("gradient scaler", reason));
         }
+        None => Tensor::f_zeros([1], (Kind::Double, device))?,
     };
     let device = overflow.device();
     let mut skip = overflow.shallow_clone();
@@ -156,7 +168,7 @@ fn decide_on_device(
         }
     }
     if let Some(flag) = flag {
-        skip = skip.f_maximum(&wide(flag)?)?;
+        skip = skip.f_maximum(&wide(flag)?.f_to_device(device)?)?;
     }
     if let Some(loss) = loss {
         skip = skip.f_maximum(&is_bad(loss)?)?;
@@ -168,7 +180,8 @@ fn decide_on_device(
     let mut figures = vec![skip.shallow_clone(), overflow, norm];
     match (scaler.device_scaler(), found_inf) {
         (Some(scaler), Some(found_inf)) => {
-            figures.push(scaler.device_state().f_narrow(0, 0, 1)?);
+            // The update may overwrite the state.
+            figures.push(scaler.device_state().f_narrow_copy(0, 0, 1)?);
             scaler.update(found_inf)?;
             figures.push(scaler.device_state());
         }

@@ -72,6 +72,7 @@ impl Trainer {
 
     /// Returns false if weights or state are not as before.
     fn put_back(&mut self, before: &BeforeStep, train: &mut dyn Batches) -> Result<bool> {
+        self.captured.drop_graphs();
         let is_undone = self.optimizer.abandon(self.options.zero_grad)?;
         before.random.restore()?;
         // Loading a state also forgets that gradients were unscaled.

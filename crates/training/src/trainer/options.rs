@@ -21,6 +21,16 @@ pub enum FailedCheckpoint {
     Continue,
 }
 
+/// Whether a CUDA graph repeats the steps.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Capture {
+    /// Wherever it can: see [`captured`](super::captured).
+    #[default]
+    Auto,
+    /// Never.
+    Off,
+}
+
 /// Options of a training.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TrainerConfig {
@@ -58,6 +68,8 @@ pub struct TrainerConfig {
     pub frozen: Frozen,
     /// When to stop a diverging run.
     pub divergence: Divergence,
+    /// Whether a CUDA graph repeats the steps.
+    pub capture: Capture,
 }
 
 impl Default for TrainerConfig {
@@ -79,6 +91,7 @@ impl Default for TrainerConfig {
             failed_checkpoint: FailedCheckpoint::default(),
             frozen: Frozen::default(),
             divergence: Divergence::default(),
+            capture: Capture::default(),
         }
     }
 }

@@ -97,6 +97,7 @@ impl Trainer {
         if let Some(missing) = plans.missing(device)? {
             let most = plans.peak_bytes.unwrap_or(0).saturating_sub(missing);
             if let Some(name) = plans.change(most)? {
+                self.captured.drop_graphs();
                 let step = self.step + 1;
                 self.note(&format!(
                     "step {step}: {} that the plan needs are not free any more; from now on: {name} (the result keeps its bits)\n",
@@ -122,6 +123,7 @@ impl Trainer {
         // Whatever was predicted, the current plan needs more than there is.
         let most = plans.peak_bytes.map_or(u64::MAX, |peak| peak.saturating_sub(1));
         let Some(name) = plans.change(most)? else { return Err(error) };
+        self.captured.drop_graphs();
         if !self.optimizer.abandon(self.options.zero_grad)? {
             return Err(self.interrupt(self.step + 1, error));
         }

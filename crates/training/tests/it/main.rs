@@ -1,6 +1,7 @@
 //! The tests of `training` that need only its public interface: one binary, a module per behaviour.
 
 mod activations;
+mod captured;
 mod checkpoints;
 mod diagnose;
 mod diagnose_cuda;

@@ -9,7 +9,7 @@ use super::cuda;
 #[test]
 fn dropout_has_the_bits_of_the_cpu() {
     let Some(device) = cuda() else { return };
-    let mask = Mask { rate: 0.05, seed: 0x0123_4567_89ab_cdef };
+    let mask = Mask { rate: 0.05, seed: 0x0123_4567_89ab_cdef.into() };
     for kind in [Kind::Float, Kind::BFloat16, Kind::Half, Kind::Double] {
         for numbers in [1, 77, 8192, 5_000_001] {
             let x = Tensor::randn([numbers], (kind, Device::Cpu));

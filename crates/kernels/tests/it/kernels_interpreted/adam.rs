@@ -61,15 +61,15 @@ impl Parameter {
     }
 
     /// The parameter and both moments after the step.
-    fn stepped(&self, decoupled: bool) -> [Tensor; 3] {
+    fn stepped(&self, decoupled: bool, lr: f64) -> [Tensor; 3] {
         let [g, p, m, v] = [&self.gradient, &self.master, &self.exp_avg, &self.exp_avg_sq]
             .map(|tensor| tensor.to_kind(Kind::Double));
         let step = self.step.double_value(&[0]);
-        let (g, p) = if decoupled { (g, p * (1.0 - LR * DECAY)) } else { (g + &p * DECAY, p) };
+        let (g, p) = if decoupled { (g, p * (1.0 - lr * DECAY)) } else { (g + &p * DECAY, p) };
         let m = &m + (&g - &m) * (1.0 - BETA1);
         let v = v * BETA2 + &g * &g * (1.0 - BETA2);
         let root = v.sqrt() / (1.0 - BETA2.powf(step)).sqrt();
-        let p = p - &m / (root + EPS) * (LR / (1.0 - BETA1.powf(step)));
+        let p = p - &m / (root + EPS) * (lr / (1.0 - BETA1.powf(step)));
         [p, m, v]
     }
 }
@@ -81,6 +81,7 @@ fn run(
     (width, decoupled): (i64, bool),
     parameters: &[Parameter],
     skip: Option<f32>,
+    rate: Option<f64>,
 ) -> Outcome {
     let single = |t: &Tensor| t.to_kind(Kind::Float);
     let own: Vec<[Tensor; 5]> = parameters
@@ -107,15 +108,18 @@ fn run(
         blocks += (numbers + CHUNK - 1) / CHUNK;
     }
     let flag = skip.map(|skip| Tensor::from_slice(&[skip]));
+    let on_device = rate.map(|rate| Tensor::from_slice(&[rate]));
     let given = [
         Given::Structure(members, TABLE),
         Given::I32(parameters.len() as i64),
         Given::optional("skip", flag.as_ref()),
-        Given::F64(LR),
+        Given::optional("rate", on_device.as_ref()),
+        // The same argument at every rate, where the rate is on the device.
+        Given::F64(if rate.is_some() { f64::NAN } else { LR }),
         Given::F64(BETA1),
         Given::F64(BETA2),
         Given::F32(EPS),
-        Given::F32(if decoupled { 1.0 - LR * DECAY } else { DECAY }),
+        Given::F64(DECAY),
     ];
     // Numbers that are read one at a time are aligned for fp32; the others to 16 bytes.
     let shift = Shift(if width == 1 { 4 } else { 16 });
@@ -140,9 +144,9 @@ fn adam_is_correct_for_every_dtype_size_and_decay() {
             .collect();
         let what = format!("{kinds:?}, decoupled {decoupled}");
         let outcomes = [wide(kinds), 1].map(|width| {
-            let outcome = run(&program, kinds, (width, decoupled), &parameters, None);
+            let outcome = run(&program, kinds, (width, decoupled), &parameters, None, None);
             for outputs in [&outcome.outputs, &outcome.perturbed] {
-                compare(&what, outputs, kinds.1, &parameters, decoupled);
+                compare(&what, outputs, kinds.1, &parameters, (decoupled, LR));
             }
             outcome
         });
@@ -156,12 +160,18 @@ fn adam_is_correct_for_every_dtype_size_and_decay() {
     }
 }
 
-fn compare(what: &str, outputs: &[Tensor], weight: Option<Kind>, parameters: &[Parameter], decoupled: bool) {
+fn compare(
+    what: &str,
+    outputs: &[Tensor],
+    weight: Option<Kind>,
+    parameters: &[Parameter],
+    (decoupled, lr): (bool, f64),
+) {
     let outputs_of_each = if weight.is_some() { 4 } else { 3 };
     assert_eq!(outputs.len(), outputs_of_each * parameters.len());
     for (found, one) in outputs.chunks(outputs_of_each).zip(parameters) {
         let what = format!("{what}, {} numbers", one.master.numel());
-        for (found, expected) in found.iter().zip(one.stepped(decoupled)) {
+        for (found, expected) in found.iter().zip(one.stepped(decoupled, lr)) {
             close(&what, found, &expected, 8.0 * epsilon(Kind::Float));
         }
         if let Some(kind) = weight {
@@ -177,7 +187,7 @@ fn a_skipped_step_changes_nothing() {
     let Some(program) = Program::of(ADAM, &[expression(kinds, 8, true)]) else { return };
     let mut generator = Generator::new(7).unwrap();
     let parameters = [Parameter::draw(&mut generator, 1025, 4.0, kinds.0)];
-    let with_flag = |flag| run(&program, kinds, (8, true), &parameters, flag);
+    let with_flag = |flag| run(&program, kinds, (8, true), &parameters, flag, None);
     let (taken, flagged) = (with_flag(None), with_flag(Some(0.0)));
     for (a, b) in taken.outputs.iter().zip(&flagged.outputs) {
         assert!(a.equal(b));
@@ -200,8 +210,27 @@ fn special_gradients_affect_their_own_element_only() {
     let one = Parameter::draw(&mut Generator::new(8).unwrap(), 21, 2.0, kinds.0);
     let _ = one.gradient.narrow(0, 3, 1).fill_(f64::NAN);
     let _ = one.gradient.narrow(0, 20, 1).fill_(f64::INFINITY);
-    let outcome = run(&program, kinds, (4, true), std::slice::from_ref(&one), None);
-    compare("special gradients", &outcome.outputs, None, &[one], true);
+    let outcome = run(&program, kinds, (4, true), std::slice::from_ref(&one), None, None);
+    compare("special gradients", &outcome.outputs, None, &[one], (true, LR));
     let numbers = outcome.outputs[0].isfinite().to_kind(Kind::Int64).sum(Kind::Int64).int64_value(&[]);
     assert_eq!((numbers, outcome.outputs[0].device()), (19, Device::Cpu));
+}
+
+/// A graph repeats the arguments of its launches, so the learning rate is read from the device: at two rates the arguments are equal, and
+/// each step is as long as its rate says, with the bits of the rate as an argument.
+#[test]
+fn the_learning_rate_is_read_from_the_device() {
+    let kinds = (Kind::BFloat16, Some(Kind::BFloat16));
+    for decoupled in [true, false] {
+        let Some(program) = Program::of(ADAM, &[expression(kinds, 8, decoupled)]) else { return };
+        let mut generator = Generator::new(9).unwrap();
+        let parameters = [Parameter::draw(&mut generator, 1025, 4.0, kinds.0)];
+        let at = |rate| run(&program, kinds, (8, decoupled), &parameters, None, rate).outputs;
+        for lr in [LR, 3e-5] {
+            compare("a rate on the device", &at(Some(lr)), kinds.1, &parameters, (decoupled, lr));
+        }
+        for (argument, device) in at(None).iter().zip(&at(Some(LR))) {
+            assert!(argument.equal(device), "decoupled {decoupled}");
+        }
+    }
 }

@@ -1,7 +1,7 @@
 //! Dropout by the hash of a seed.
 
-use kernels::dropout::Mask;
-use runtime::random::Generator;
+use kernels::dropout::{Mask, Seed};
+use runtime::random::{Generator, StepSeeds};
 use tch::{Device, Kind, Tensor};
 
 use super::launch::{Given, Shift, launch};
@@ -32,7 +32,7 @@ fn dropout_has_the_bits_of_the_cpu() {
     for kind in KINDS {
         for (numbers, aligned) in [(1, false), (777, false), (2048, true), (8200, true)] {
             for (rate, seed) in masks {
-                let mask = Mask { rate, seed };
+                let mask = Mask { rate, seed: Seed::Host(seed) };
                 let x = normal(&mut generator, &[numbers], kind).to_kind(kind);
                 let _ = x.narrow(0, numbers / 2, 1).fill_(f64::INFINITY);
                 let width = if aligned { wide(kind) } else { 1 };
@@ -44,6 +44,7 @@ fn dropout_has_the_bits_of_the_cpu() {
                             Given::optional("x", with_x.then_some(&x)),
                             Given::Out("out", kind, vec![numbers]),
                             Given::I64(numbers),
+                            Given::Null,
                             Given::I64(seed.cast_signed()),
                             Given::I64(threshold(rate)),
                             Given::F32(factor),
@@ -64,4 +65,35 @@ fn dropout_has_the_bits_of_the_cpu() {
             }
         }
     }
+}
+
+/// A graph repeats the arguments of its launches: with the same ones, the mask is that of the step whose base is on the device.
+#[test]
+fn the_base_of_a_step_is_read_from_the_device() {
+    let Some(program) = Program::of(DROPOUT, &["dropout<float, 4, 256>".to_owned()]) else { return };
+    let (numbers, rate) = (2048, 0.3);
+    let mut masks = Vec::new();
+    for base in [5u64, 0xfedc_ba98_7654_3210] {
+        let tensor = Tensor::from_slice(&[base.cast_signed()]);
+        // The second call of the step.
+        let mask = {
+            let _step = StepSeeds::enter(base, None);
+            let _first = Mask::draw(rate).unwrap();
+            Mask::draw(rate).unwrap()
+        };
+        let given = [
+            Given::Null,
+            Given::Out("out", Kind::Float, vec![numbers]),
+            Given::I64(numbers),
+            Given::In("base", &tensor),
+            Given::I64(1),
+            Given::I64(threshold(rate)),
+            Given::F32(1.0),
+        ];
+        let outcome = launch(program.kernel("dropout<float, 4, 256>"), (2, 256), &given, Shift(16));
+        let expected = mask.keep(&[numbers], (Kind::Float, Device::Cpu)).unwrap();
+        assert!(outcome.outputs[0].equal(&expected), "base {base}");
+        masks.push(expected);
+    }
+    assert_ne!(masks[0], masks[1]);
 }

@@ -8,6 +8,7 @@ use tch::Device;
 use crate::device::choice::checked;
 use crate::device::{Stream, synchronize};
 use crate::error::{Error, Result};
+use crate::memory::empty_cache;
 use crate::sys::graph::CudaGraph;
 use crate::sys::recorder::{self, Recording};
 
@@ -60,15 +61,15 @@ impl Capture {
         Self(Backend::Recorder { first: None })
     }
 
-    /// Runs `body`, which computes in any case. Returns its value and, at the second run, the graph. A graph gets its memory from the
-    /// pool of `shared`, if given: the two must never run at the same time, nor need what the other left in the pool.
+    /// Runs `body`, which computes in any case. Returns its value and, at the second run, the graph. A graph gets its memory from
+    /// the pool `shared`, if given: graphs of one pool must never run at the same time, nor need what another left in it.
     ///
     /// # Errors
     /// What `body` returns; a call in `body` that cannot be captured; on CUDA, another libtorch than the one that this was built for; in a
     /// recording, two runs that differ in more than the content of tensors. A second run that failed on CUDA has not computed.
     pub fn run<T, E: From<Error>>(
         &mut self,
-        shared: Option<&Graph>,
+        shared: Option<Pool>,
         body: impl FnOnce() -> Result<T, E>,
     ) -> Result<(T, Option<Graph>), E> {
         match &mut self.0 {
@@ -80,7 +81,10 @@ impl Capture {
             }
             Backend::Recorder { first } => {
                 let mut recording = Recording::new()?;
-                let value = recording.record(body)?;
+                let value = {
+                    let _progress = ProgressGuard::enter(Progress::WarmUp);
+                    recording.record(body)?
+                };
                 let Some(earlier) = first.take() else {
                     *first = Some(recording);
                     return Ok((value, None));
@@ -98,6 +102,7 @@ impl Capture {
         synchronize(*device)?;
         let value = {
             let _current = stream.enter()?;
+            let _progress = ProgressGuard::enter(Progress::WarmUp);
             body()?
         };
         synchronize(*device)?;
@@ -108,13 +113,15 @@ impl Capture {
     /// Captures a run of `body` on CUDA, which does not compute.
     pub(super) fn capture<T, E: From<Error>>(
         &self,
-        shared: Option<&Graph>,
+        shared: Option<Pool>,
         body: impl FnOnce() -> Result<T, E>,
     ) -> Result<(T, Graph), E> {
         let Backend::Cuda { device, stream, .. } = &self.0 else {
             return Err(Error::invalid("capture", "a recording has no stream").into());
         };
         synchronize(*device)?;
+        // The pool gets its memory from the driver.
+        empty_cache(*device)?;
         let _current = stream.enter()?;
         // Declared after the guard, so that it is dropped first: a capture must end on its own stream, also after a
         // panic.
@@ -124,8 +131,11 @@ impl Capture {
                 "{error}; install the libtorch that this was built for (`cargo xtask setup --cuda`)"
             ),
         })?;
-        graph.begin(shared.and_then(Graph::cuda))?;
-        let captured = body();
+        graph.begin(shared.map(|Pool(pool)| pool))?;
+        let captured = {
+            let _progress = ProgressGuard::enter(Progress::Capturing);
+            body()
+        };
         let ended = graph.end();
         let value = captured?;
         ended?;
@@ -163,13 +173,21 @@ impl Graph {
         }
     }
 
-    fn cuda(&self) -> Option<&CudaGraph> {
+    /// Returns the memory pool of the graph, which exists as long as one of its graphs; `None` for a recording.
+    ///
+    /// # Errors
+    /// Another libtorch than the one that this was built for.
+    pub fn pool(&self) -> Result<Option<Pool>> {
         match &self.0 {
-            Launches::Cuda { graph, .. } => Some(graph),
-            Launches::Recorded(_) => None,
+            Launches::Cuda { graph, .. } => Ok(Some(Pool(graph.pool()?))),
+            Launches::Recorded(_) => Ok(None),
         }
     }
 }
+
+/// The memory pool of captured graphs.
+#[derive(Debug, Clone, Copy)]
+pub struct Pool([u64; 2]);
 
 impl Drop for Graph {
     fn drop(&mut self) {
@@ -180,7 +198,38 @@ impl Drop for Graph {
     }
 }
 
+/// How far the capture of the step that this thread runs has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Progress {
+    /// The step is not captured.
+    Eager,
+    /// It computes, and a graph will repeat it.
+    WarmUp,
+    /// A CUDA graph gets its launches.
+    Capturing,
+}
+
+/// Returns the progress of this thread's step.
+pub(crate) fn progress() -> Progress {
+    PROGRESS.get()
+}
+
+struct ProgressGuard(Progress);
+
+impl ProgressGuard {
+    fn enter(progress: Progress) -> Self {
+        Self(PROGRESS.replace(progress))
+    }
+}
+
+impl Drop for ProgressGuard {
+    fn drop(&mut self) {
+        PROGRESS.set(self.0);
+    }
+}
+
 thread_local! {
+    static PROGRESS: Cell<Progress> = const { Cell::new(Progress::Eager) };
     static OPERATORS_ONLY: Cell<u32> = const { Cell::new(0) };
 }
 
