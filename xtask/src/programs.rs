@@ -12,6 +12,9 @@ use crate::device::Device;
 use crate::workspace::Workspace;
 use crate::{revision, setup, stamp};
 
+/// In this variable a parent process that has built the programs gives their paths, as JSON by package, so that its children build nothing.
+const VARIABLE: &str = "FRUGAL_PROGRAMS";
+
 /// Executable programs by package.
 pub(crate) struct Programs<'a> {
     workspace: &'a Workspace,
@@ -27,16 +30,7 @@ struct Program {
 }
 
 impl<'a> Programs<'a> {
-    /// Builds the programs of `packages` in release mode, or takes them from the bundle.
-    pub(crate) fn prepare_release(
-        workspace: &'a Workspace,
-        packages: &[String],
-        device: Device,
-    ) -> Result<Self> {
-        Self::prepare(workspace, packages, device, Optimization::Release)
-    }
-
-    /// Builds the programs of `packages`, or takes them from the bundle, whose programs ignore `optimization`.
+    /// Builds the programs of `packages`, or takes those of the parent process or of the bundle, which ignore `optimization`.
     pub(crate) fn prepare(
         workspace: &'a Workspace,
         packages: &[String],
@@ -47,14 +41,45 @@ impl<'a> Programs<'a> {
             Some(bundle) => {
                 bundle.programs.iter().map(|(name, path)| (name.clone(), workspace.root.join(path))).collect()
             }
-            None => {
-                setup::ensure(workspace, device.variant())?;
-                cargo::build_programs(workspace, packages, optimization)?
-            }
+            None => match given(packages) {
+                Some(given) => given,
+                None => {
+                    setup::ensure(workspace, device.variant())?;
+                    cargo::build_programs(workspace, packages, optimization)?
+                }
+            },
         };
+        Ok(Self::of(workspace, paths))
+    }
+
+    /// The programs of a checkout that stand beside its tests, which are built too: one build for both.
+    pub(crate) fn beside_tests(
+        workspace: &'a Workspace,
+        packages: &[String],
+        device: Device,
+    ) -> Result<Self> {
+        setup::ensure(workspace, device.variant())?;
+        let made = cargo::executables(workspace, &["test", "--workspace", "--tests", "--no-run"])?;
+        let programs = made.into_iter().filter(|executable| !executable.test);
+        let paths: BTreeMap<_, _> = programs.map(|program| (program.package, program.path)).collect();
+        match packages.iter().find(|package| !paths.contains_key(*package)) {
+            Some(package) => anyhow::bail!("the package {package} has no program beside its tests"),
+            None => Ok(Self::of(workspace, paths)),
+        }
+    }
+
+    fn of(workspace: &'a Workspace, paths: BTreeMap<String, PathBuf>) -> Self {
         let programs =
             paths.into_iter().map(|(name, path)| (name, Program { path, digest: OnceLock::new() })).collect();
-        Ok(Self { workspace, programs, revision: revision::current(workspace) })
+        Self { workspace, programs, revision: revision::current(workspace) }
+    }
+
+    /// Lets `command`, a verb of this program, take these programs instead of building its own.
+    pub(crate) fn give(&self, command: &mut Command) -> Result<()> {
+        let paths: BTreeMap<&str, &PathBuf> =
+            self.programs.iter().map(|(name, program)| (&**name, &program.path)).collect();
+        command.env(VARIABLE, serde_json::to_string(&paths).context("the paths of programs")?);
+        Ok(())
     }
 
     fn program(&self, package: &str) -> Result<&Program> {
@@ -81,6 +106,12 @@ impl<'a> Programs<'a> {
         command.env("FRUGAL_XTASK", std::env::current_exe().context("finding this program")?);
         Ok(command)
     }
+}
+
+/// The programs that a parent process has built, if all of `packages` are among them.
+fn given(packages: &[String]) -> Option<BTreeMap<String, PathBuf>> {
+    let paths: BTreeMap<String, PathBuf> = serde_json::from_str(&std::env::var(VARIABLE).ok()?).ok()?;
+    packages.iter().all(|package| paths.contains_key(package)).then_some(paths)
 }
 
 /// Returns the names of packages, sorted, each once.

@@ -8,6 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
+use report::RunState;
 use report::environment::BESIDE_VARIABLE;
 
 use super::background::{Background, cores};
@@ -20,6 +21,7 @@ use crate::interrupt::Interrupt;
 use crate::pages::Folder;
 use crate::programs::Programs;
 use crate::runner::{self, TICK};
+use crate::stamp::Stamp;
 use crate::workspace::Workspace;
 
 /// What all parts share.
@@ -78,7 +80,7 @@ impl Day<'_> {
             .process_group(0)
             .spawn()
             .with_context(|| format!("cannot run {}", command.get_program().display()))?;
-        let process = child.id();
+        let (process, start) = (child.id(), Instant::now());
         let killed = self.kill.as_ref() == Some(&part.name);
         let left = self.wait(child, limit, |day| killed && day.folder.rounds(part.subject()).is_some())?;
         let verdict = match left {
@@ -86,9 +88,12 @@ impl Day<'_> {
             Left::Ended(status) if status.code() == Some(i32::from(NO_MODULE)) => {
                 Verdict::Skipped(error_of(&log).unwrap_or_default())
             }
-            Left::Ended(status) => self.incomplete(part, process, &how_it_ended(status, &log), None)?,
+            Left::Ended(status) => {
+                let how = self.message_of(part, status).unwrap_or_else(|| how_it_ended(status, &log));
+                self.incomplete(part, process, &how, None)?
+            }
             Left::Late => {
-                let seconds = limit.as_secs();
+                let seconds = start.elapsed().as_secs();
                 self.incomplete(part, process, &format!("ended after {seconds} s"), Some(seconds))?
             }
         };
@@ -116,6 +121,16 @@ impl Day<'_> {
             Some(seconds) => Verdict::Late { seconds, kept },
             None => Verdict::Failed(format!("{how}; {kept}")),
         })
+    }
+
+    /// The message with which an experiment or a comparison failed.
+    fn message_of(&self, part: &Part, status: ExitStatus) -> Option<String> {
+        let measures = matches!(part.work, Work::Experiment | Work::Comparison) && status.code().is_some();
+        let stamp = Stamp::read(&self.folder.run(), part.subject()).filter(|_| measures)?;
+        match stamp.outcome.state {
+            RunState::Failed { message } => Some(message),
+            _ => None,
+        }
     }
 
     /// Waits until the background work that a part needs has ended.
@@ -172,16 +187,17 @@ impl Day<'_> {
         }
     }
 
-    /// A verb of this program.
-    fn verb(&self, arguments: &[&str]) -> Command {
+    /// A verb of this program, which takes the programs that the day has built.
+    fn verb(&self, arguments: &[&str]) -> Result<Command> {
         let mut command = Command::new(&self.program);
         command.current_dir(&self.workspace.root).args(arguments);
-        command
+        self.programs.give(&mut command)?;
+        Ok(command)
     }
 
     /// `compare` of one comparison, with the Python of the peers and the caches of what they compile.
     pub(super) fn compare(&self, name: &str, dtype: Option<&str>, arguments: &[&str]) -> Result<Command> {
-        let mut command = self.verb(&["compare", "--only", name, "--device", &self.device.to_string()]);
+        let mut command = self.verb(&["compare", "--only", name, "--device", &self.device.to_string()])?;
         command.args(arguments).arg("--out").arg(&self.folder.out);
         if let Some(dtype) = dtype {
             command.args(["--dtype", dtype]);
@@ -216,16 +232,16 @@ impl Day<'_> {
             Work::Tests(names) => {
                 let mut arguments = vec!["test", "--"];
                 if self.workspace.bundle.is_none() {
-                    arguments.push("--tests");
+                    arguments.extend(["--workspace", "--tests"]);
                 }
                 arguments.push("--");
                 arguments.extend(names.iter().map(String::as_str));
-                self.verb(&arguments)
+                self.verb(&arguments)?
             }
             Work::Experiment => {
                 let scale = if self.rehearses() { "smoke" } else { "paper" };
                 let mut command =
-                    self.verb(&["run-all", "--only", part.subject(), "--device", &device, "--scale", scale]);
+                    self.verb(&["run-all", "--only", part.subject(), "--device", &device, "--scale", scale])?;
                 command.arg("--out").arg(&self.folder.out);
                 command
             }
@@ -292,13 +308,14 @@ fn absolute(program: &Path) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cargo::Optimization;
     use crate::workspace::Manifest;
 
     /// Runs `check` with a day of so many seconds.
     fn with_day(seconds: u64, check: impl FnOnce(Day<'_>)) {
         let dir = tempfile::tempdir().unwrap();
         let workspace = Workspace { root: dir.path().to_owned(), bundle: Some(Manifest::default()) };
-        let programs = Programs::prepare_release(&workspace, &[], Device::Cpu).unwrap();
+        let programs = Programs::prepare(&workspace, &[], Device::Cpu, Optimization::Dev).unwrap();
         let folder = Folder::new(&workspace, Some(dir.path())).unwrap();
         check(Day {
             program: std::env::current_exe().unwrap(),

@@ -23,7 +23,7 @@ pub(crate) struct Layers {
     #[arg(long)]
     tokens: Option<i64>,
     /// HIDDEN,INTERMEDIATE,HEADS,KV_HEADS; default: Llama-3-8B's on CUDA, Qwen2.5-0.5B's on a CPU
-    #[arg(long, value_delimiter = ',', num_args = 4)]
+    #[arg(long, value_delimiter = ',')]
     shape: Option<Vec<i64>>,
     /// Layers
     #[arg(long, default_value_t = 4, value_parser = clap::value_parser!(i64).range(1..))]
