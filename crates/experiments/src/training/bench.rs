@@ -6,6 +6,7 @@ use anyhow::Context;
 use dataloading::Batch;
 use models::module::{parameter_count, trainable};
 use models::{Gpt2Like, Gpt2LikeConfig};
+use report::measurements::IMPLEMENTATION_KEY;
 use report::{Case, Metric};
 use runtime::memory::Region;
 use serde_json::Value;
@@ -13,7 +14,7 @@ use tch::{Device, Kind};
 use training::Trainer;
 use training::batches::{Batches, Synthetic};
 use training::optimizer::{Adam, DeviceOptimizer, Group};
-use training::trainer::TrainerConfig;
+use training::trainer::{Capture, TrainerConfig};
 
 use crate::driver::Bench;
 use crate::dtype;
@@ -49,10 +50,23 @@ pub(crate) fn run(bench: &mut Bench, arguments: &BenchArgs) -> anyhow::Result<()
     bench.expect_turns(arguments.dtype.len());
     let label = |kind: &Kind| format!("GPT-2-like, a training step, {}", dtype::name(*kind));
     bench.each(arguments.dtype.clone(), label, |bench, kind| {
-        let mut prepared = Prepared::new(arguments, kind, bench.device, bench.seed)?;
-        let case = prepared.case.clone();
-        bench.rounds(|bench| bench.put(&case, prepared.measure(arguments)?))?;
-        bench.put(&case, vec![gpu_busy::measure(bench.device, || prepared.step().map(drop))?])
+        // On a GPU the default, which captures steps, and the same step without a graph.
+        let captures: &[Capture] =
+            if bench.device.is_cuda() { &[Capture::Auto, Capture::Off] } else { &[Capture::Auto] };
+        let mut prepared = Vec::new();
+        for &capture in captures {
+            prepared.push(Prepared::new(arguments, (kind, capture), bench.device, bench.seed)?);
+        }
+        bench.rounds(|bench| {
+            prepared.iter_mut().try_for_each(|one| {
+                let figures = one.measure(arguments)?;
+                bench.put(&one.case, figures)
+            })
+        })?;
+        prepared.iter_mut().try_for_each(|one| {
+            let busy = gpu_busy::measure(bench.device, || one.step().map(drop))?;
+            bench.put(&one.case, vec![busy])
+        })
     })
 }
 
@@ -68,7 +82,12 @@ struct Prepared {
 }
 
 impl Prepared {
-    fn new(arguments: &BenchArgs, kind: Kind, device: Device, seed: u64) -> anyhow::Result<Self> {
+    fn new(
+        arguments: &BenchArgs,
+        (kind, capture): (Kind, Capture),
+        device: Device,
+        seed: u64,
+    ) -> anyhow::Result<Self> {
         let &BenchArgs { rows, length, width, heads, vocabulary, .. } = arguments;
         let config = Gpt2LikeConfig {
             vocab_size: vocabulary,
@@ -86,16 +105,21 @@ impl Prepared {
         let model = Box::new(Gpt2Like::new(&config, (kind, device))?);
         let parameters = parameter_count(&*model).total;
         let optimizer = DeviceOptimizer::new(Adam::default(), vec![Group::new(trainable(&*model), 1e-4)])?;
-        let trainer =
-            Trainer::new(model, Box::new(optimizer), TrainerConfig { steps: 1, ..Default::default() })?;
-        let case = Case::new()
+        let options = TrainerConfig { steps: 1, capture, ..Default::default() };
+        let trainer = Trainer::new(model, Box::new(optimizer), options)?;
+        let case = match capture {
+            Capture::Auto => Case::new(),
+            Capture::Off => Case::new().with(IMPLEMENTATION_KEY, "frugal, eager"),
+        };
+        let case = case
             .with("rows", rows as u64)
             .with("length", length as u64)
             .with("width", width)
             .with("vocabulary", vocabulary)
             .with("dtype", dtype::name(kind));
         let mut prepared = Self { trainer, source, steps: 0, parameters, device, case };
-        const WARM_UP: u64 = 3;
+        // A graph is captured in the third step of a shape.
+        const WARM_UP: u64 = 4;
         for _ in 0..WARM_UP {
             prepared.step()?;
         }
@@ -127,6 +151,7 @@ impl Prepared {
             Metric::of_samples("positions_per_second", "tokens/s", &rates),
             Metric::exact("peak_bytes", "B", peak),
             Metric::exact("parameters", "count", self.parameters as f64),
+            Metric::exact("replayed_steps", "count", self.trainer.replays() as f64),
         ])
     }
 }
