@@ -22,7 +22,7 @@
 //! | kept by | tensor | elements per token |
 //! |---|---|---|
 //! | a norm | its output ([`NormKernel::Output`]) or its input; a number in fp32 | `d`, `1` |
-//! | adapted q, k, v | the norm's output, once for all three; u in fp32 for each | `d`, `r` each |
+//! | adapted q, k, v | the norm's output, once for all three; u for each, in fp32 (on a GPU in the base's dtype) | `d`, `r` each |
 //! | attention | rotated queries and keys, values, output; log-sum-exp in fp32 | `2·h·k + 2·n·k`, `h` |
 //! | an adapted o | the attention's output, which is already kept; u | `r` |
 //! | SwiGLU | gate and up | `2·f` |
@@ -79,7 +79,8 @@ pub struct LowRank {
     pub magnitudes: bool,
     /// Whether the adapters begin at a part of the weights, which a frozen term of the same rank subtracts (PiSSA, OLoRA).
     pub subtracted: bool,
-    /// Whether a fused loss rounds the gradient of a tile of logits in place, if at all, as on a CPU. No effect on a base in fp32.
+    /// Whether it runs on a CPU: there u and the sums of a base in 16 bits are in fp32, and a fused loss rounds the gradient of a tile of
+    /// logits in place, if at all. On a GPU they are in the base's dtype, and A and B are kept rounded to it. No effect on a base in fp32.
     pub on_cpu: bool,
 }
 

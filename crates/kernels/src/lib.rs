@@ -13,9 +13,11 @@
 //! | [`gradients`] | scaling, unscaling and the norm of many gradients |
 //! | [`loss_scale`] | the update of a loss scale on the device |
 //! | [`linear`](mod@linear) | a linear layer over a weight of any dtype |
+//! | [`low_rank`] | frozen projections with low-rank terms, several of one input at once |
 //! | [`matmul`] | matrix products into a given output tensor, with accumulation in fp32 |
 //! | [`nf4`] | frozen weights in four bits: quantization, and products that dequantize tile by tile |
 //! | [`processor`] | the choice among CPU implementations |
+//! | [`gpu`] | whether products run as on a GPU |
 //! | [`physical`] | the rates that a device reaches at best |
 //! | [`nvrtc`] | CUDA C++ to PTX and machine code, without a GPU |
 //!
@@ -38,9 +40,11 @@ pub mod dropout;
 #[cfg(test)]
 mod every_kernel;
 mod gemm;
+pub mod gpu;
 pub mod gradients;
 pub mod linear;
 pub mod loss_scale;
+pub mod low_rank;
 pub mod matmul;
 mod matvec;
 pub mod nf4;

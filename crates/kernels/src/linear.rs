@@ -7,6 +7,7 @@ use runtime::autograd::{Backward, Forward, Function, apply};
 use runtime::precision;
 use tch::{Device, Kind, Tensor};
 
+use crate::gpu;
 use crate::matmul::{MIN_DIMENSION, mm, mm_into};
 use crate::nf4::is_nf4;
 
@@ -55,6 +56,7 @@ fn is_by_mm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> bool {
     let on_cpu =
         |tensor: &Tensor| tensor.device() == Device::Cpu && tensor.kind() == kind && !tensor.is_sparse();
     computes_on(x.device())
+        && !gpu::is_chosen(x.device())
         && matches!(kind, Kind::Float | Kind::BFloat16 | Kind::Half)
         && [Some(x), Some(weight), bias].into_iter().flatten().all(on_cpu)
         && (width, bias.map(Tensor::size)) == (stored, bias.map(|_| vec![out]))

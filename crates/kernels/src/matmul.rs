@@ -29,6 +29,7 @@ use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
 use crate::gemm::gemm_f32;
+use crate::gpu;
 use crate::nf4;
 use crate::operands::{Access, Operands};
 use crate::processor;
@@ -71,13 +72,21 @@ fn multiply(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool, matrices
     if matrices.are_of_one_operator() {
         return mm_out(out, a, b, accumulate);
     }
-    if matrices.out.device().is_cuda() && matrices.out.kind() == Kind::Float {
+    let widens = matrices.out.kind() == Kind::Float && matrices.a.kind() != Kind::Float;
+    let device = matrices.out.device();
+    if device.is_cuda() && widens {
         return operators::mm_widened(out, a, b, accumulate);
     }
     if operators_only() {
         return operators::mm_cast(out, a, b, accumulate);
     }
-    in_fp32(out, a, b, accumulate, matrices)
+    // The CPU's libtorch lacks the operator that stands for this product on a GPU.
+    let name = match (widens && gpu::is_chosen(device), accumulate) {
+        (true, true) => "aten::addmm",
+        (true, false) => "aten::mm",
+        _ => "runtime::mm",
+    };
+    in_fp32(name, out, a, b, accumulate, matrices)
 }
 
 /// Returns `a·b` in a new tensor of the operands' dtype. See [`mm_into`].
@@ -115,7 +124,7 @@ pub fn mm_scaled(a: &Tensor, b: &Tensor, factor: f64) -> Result<Tensor> {
     }
     let (left, right) = (TensorLayout::of(a)?, TensorLayout::of(b)?);
     if let (&[m, k], &[_, n]) = (left.size(), right.size())
-        && left.device().is_cuda()
+        && gpu::is_chosen(left.device())
         && m * n * k > 0
     {
         let out = Tensor::f_empty([m, n], (left.kind(), left.device()))?;
@@ -128,14 +137,54 @@ pub fn mm_scaled(a: &Tensor, b: &Tensor, factor: f64) -> Result<Tensor> {
     Ok(product)
 }
 
+/// Computes `out = factor·a·b` for an output of the operands' dtype. See [`mm_scaled`].
+///
+/// # Errors
+/// As [`mm_into`].
+pub fn mm_scaled_into(out: &mut Tensor, a: &Tensor, b: &Tensor, factor: f64) -> Result<()> {
+    let matrices = Matrices { out: TensorLayout::of(out)?, a: TensorLayout::of(a)?, b: TensorLayout::of(b)? };
+    matrices.check()?;
+    let [m, n, k] = matrices.dimensions();
+    if factor != 1.0 && gpu::is_chosen(matrices.out.device()) && m * n * k > 0 {
+        return operators::mm_scaled(out, a, b, factor);
+    }
+    multiply(out, a, b, false, &matrices)?;
+    if factor != 1.0 {
+        scale_(out, factor)?;
+    }
+    Ok(())
+}
+
+/// Returns `a·b` in a new tensor of fp32, f64 for f64: a product of 16 bits is not rounded to them. See [`mm_into`].
+///
+/// # Errors
+/// As [`mm_into`].
+pub fn mm_widened(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    let (left, right) = (TensorLayout::of(a)?, TensorLayout::of(b)?);
+    let kind = wide_kind(left.kind());
+    if kind == left.kind() {
+        return product(a, b, left, right);
+    }
+    let (Some(&m), Some(&n)) = (left.size().first(), right.size().last()) else {
+        return Err(Error::invalid("matrix product", "a scalar is not a matrix"));
+    };
+    let mut out = Tensor::f_empty([m, n], (kind, left.device()))?;
+    let matrices = Matrices { out: TensorLayout::of(&out)?, a: left, b: right };
+    matrices.check()?;
+    multiply(&mut out, a, b, false, &matrices)?;
+    Ok(out)
+}
+
+/// Returns the dtype of sums of products of `kind` that are not rounded to it: fp32, f64 for f64.
+pub fn wide_kind(kind: Kind) -> Kind {
+    if kind == Kind::Double { Kind::Double } else { Kind::Float }
+}
+
 /// Returns the dtype in which products of `kind` run on `device` at full speed: `kind` itself, or fp32 for bf16 and
 /// fp16 on a processor whose own instructions are slower ([`processor::multiplies_low_precision`]).
 pub fn compute_kind(device: Device, kind: Kind) -> Kind {
-    if processor::computes_on(device) && !processor::multiplies_low_precision(kind) {
-        Kind::Float
-    } else {
-        kind
-    }
+    let casts = processor::computes_on(device) && !gpu::is_chosen(device);
+    if casts && !processor::multiplies_low_precision(kind) { Kind::Float } else { kind }
 }
 
 /// Computes `x·Wᵀ + b` for a few vectors `x [vectors, in]`, with `weight [out, in]` and `bias [out]`, in `x`'s dtype; `None` if
@@ -198,14 +247,28 @@ pub fn matvec(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Opti
     Ok(Some(product))
 }
 
-/// [`mm_into`] on the CPU in fp32, with operands and an output each in fp32, bf16 or fp16.
-fn in_fp32(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool, matrices: &Matrices) -> Result<()> {
+/// [`mm_into`] on the CPU in fp32, as an operator called `name`, with operands and an output each in fp32, bf16 or fp16.
+fn in_fp32(
+    name: &str,
+    out: &mut Tensor,
+    a: &Tensor,
+    b: &Tensor,
+    accumulate: bool,
+    matrices: &Matrices,
+) -> Result<()> {
     if matrices.a.is_neg() || matrices.b.is_neg() {
         let (a, b) = (&a.f_resolve_neg()?, &b.f_resolve_neg()?);
         let (left, right) = (TensorLayout::of(a)?, TensorLayout::of(b)?);
-        return in_fp32(out, a, b, accumulate, &Matrices { out: matrices.out.clone(), a: left, b: right });
+        return in_fp32(
+            name,
+            out,
+            a,
+            b,
+            accumulate,
+            &Matrices { out: matrices.out.clone(), a: left, b: right },
+        );
     }
-    let _scope = kernel("runtime::mm", [a, b]);
+    let _scope = kernel(name, [a, b]);
     let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1);
     gemm_f32(out, [&matrices.out, &matrices.a, &matrices.b], accumulate, threads)?;
     if !is_counting() {
@@ -215,7 +278,7 @@ fn in_fp32(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool, matrices:
     let flops = u64::try_from(2 * m * n * k).unwrap_or(u64::MAX);
     let written = matrices.out.bytes() * if accumulate { 2 } else { 1 };
     let bytes = matrices.a.bytes() + matrices.b.bytes() + written;
-    record_external("runtime::mm", Flops::from(flops), u64::try_from(bytes).unwrap_or(u64::MAX))
+    record_external(name, Flops::from(flops), u64::try_from(bytes).unwrap_or(u64::MAX))
 }
 
 /// The layouts of the matrices of one product.
@@ -248,7 +311,7 @@ impl Matrices {
         let one_kind = kinds.0 == kinds.1 && (kinds.2 == kinds.0 || low(kinds.0) && kinds.2 == Kind::Float);
         let supported = low(kinds.0) || matches!(kinds.0, Kind::Float | Kind::Double);
         let mixes = [kinds.0, kinds.1, kinds.2].into_iter().all(|kind| kind == Kind::Float || low(kind));
-        if !(supported && one_kind || mixes && out.device() == Device::Cpu) {
+        if !(supported && one_kind || mixes && out.device() == Device::Cpu && !gpu::is_chosen(out.device())) {
             return refuse(format!(
                 "{:?} times {:?} into {:?}; expected one floating dtype, or Float for products of BFloat16 or Half, or on the \
                  CPU each of these three",

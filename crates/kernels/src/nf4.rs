@@ -14,7 +14,7 @@
 //! checkpointed and adapted like any other. Its shape is `[out, bytes of a row]`, from which [`matrix_shape`] recovers `[out, in]`;
 //! its dtype is u8 for nested scales, and i8 for fp32 ones. [`sections`] views its parts. `in` must be even.
 //!
-//! **Products** ([`linear`], [`mm_into`], [`mm_transposed_into`]) dequantize a tile of at most [`TILE_BYTES`], multiply it, and continue
+//! **Products** ([`linear`], [`mm_into`], [`mm_transposed_into`]) dequantize a tile of at most [`tile_bytes`], multiply it, and continue
 //! with the next, so beyond their results they take the memory of one tile, whatever the size of the matrix; a tile has at least 64 rows or
 //! columns. Up to [`FEW`](crate::matmul::FEW) vectors are multiplied without a tile ([`matvec`]): each code is read once and looked up in a
 //! register; with AMX, two vectors and more in bf16 are multiplied with weights rounded to bf16. On a CPU tiles are in fp32 (in bf16 for
@@ -22,7 +22,8 @@
 //! the whole matrix. The gradient of W does not exist; backward computes that of x.
 //!
 //! On a GPU a kernel dequantizes a tile, with the CPU's bits, in one read of its codes and one write of its values; where it cannot run,
-//! libtorch's operators do.
+//! libtorch's operators do. A tile has the dtype of x, so that x in bf16 or fp16 is multiplied on tensor cores, with accumulators in fp32:
+//! each value of ŵ is rounded once, as in bitsandbytes.
 //!
 //! ```
 //! use kernels::nf4::{self, Scales};
@@ -53,7 +54,7 @@ use tch::{Device, Kind, Tensor};
 pub(crate) use format::{Layout, layout};
 pub use format::{NESTED_BLOCK, Scales, Sections, empty, is_nf4, matrix_shape, nested_map, sections};
 pub(crate) use product::few_vectors;
-pub use product::{TILE_BYTES, linear, matvec, mm_into, mm_transposed_into};
+pub use product::{linear, matvec, mm_into, mm_transposed_into, tile_bytes};
 
 use crate::processor::computes_on;
 use runtime::{Error, Result};

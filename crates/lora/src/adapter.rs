@@ -1,13 +1,13 @@
 //! The trained tensors of one projection's adapter.
 
 use kernels::dropout::Mask;
+use kernels::low_rank::Term;
 use runtime::ops::TryScalar;
 use runtime::random::Generator;
 use tch::{Kind, Tensor};
 
 use crate::dora::{row_norms, squared_norms};
 use crate::error::Result;
-use crate::function::Term;
 use crate::init::Initial;
 use crate::options::LoraLinearConfig;
 
@@ -50,7 +50,7 @@ impl Adapter {
         if options.dora {
             let _no_grad = tch::no_grad_guard();
             let squares = squared_norms(weight)?;
-            let norms = row_norms(weight, &squares, &adapter.terms(None))?;
+            let norms = row_norms(weight, &squares, &adapter.terms(None), None)?;
             adapter.magnitude = Some(norms.f_set_requires_grad(true)?);
         }
         Ok(adapter)

@@ -22,18 +22,23 @@
 //! - dV's part: with h = f ⊙ g and u = s·D(x)·Aᵀ, dB = hᵀ·u, du = s·h·B, dA = duᵀ·D(x)
 //! - dx = h·W + du·A; with dropout D((h − g)·W + du·A) + g·W
 //!
-//! It keeps x, z `[n, o]` in fp32 and u `[n, r]`: LoRA without z, which costs a third product to compute again (a segment that
-//! recomputes does that). The mask and D(x) are computed again. Sums are in fp32 (f64 for f64), and y and dx are rounded once.
+//! It keeps x, z `[n, o]` and u `[n, r]`: LoRA without z, which costs a third product to compute again (a segment that
+//! recomputes does that). The mask and D(x) are computed again.
+//!
+//! On a CPU z, u and sums are in fp32 (f64 for f64), and y and dx are rounded once. On a GPU ([`kernels::gpu`]) they are in x's dtype, as
+//! are A and B, and nothing of x's size is cast; dA, dB, dm and ν are in fp32. f is near 1, and f ⊙ z is computed as z + (f − 1) ⊙ z with
+//! f − 1 rounded, so that a small change of m is not lost to the rounding of f.
 
 use kernels::dropout::Mask;
-use kernels::matmul::{mm, mm_into, mm_scaled};
+use kernels::gpu;
+use kernels::low_rank::{Term, base_gradient_into, base_product, base_product_into, rows};
+use kernels::matmul::{mm, mm_into, mm_scaled, mm_widened, wide_kind};
 use kernels::nf4::{self, is_nf4};
 use runtime::autograd::{Backward, Forward, Function, apply, retain};
 use runtime::ops::TryScalar;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::adapter::Adapter;
-use crate::function::{Term, base_gradient_into, base_product, base_product_into, rows, wide_kind};
 
 /// Computes y for one adapter with a magnitude.
 pub(crate) fn forward(
@@ -48,15 +53,16 @@ pub(crate) fn forward(
     let Some(magnitude) = &adapter.magnitude else {
         return Err(runtime::Error::invalid("DoRA", "the adapter has no magnitudes"));
     };
+    let sums = if gpu::is_chosen(x.device()) { x.kind() } else { wide_kind(x.kind()) };
     let norms = {
         let _no_grad = tch::no_grad_guard();
-        row_norms(weight, squares, &terms)?
+        row_norms(weight, squares, &terms, Some(sums))?
     };
     let mut inputs = vec![x, weight, magnitude];
     inputs.extend(terms.iter().flat_map(|term| [term.a, term.b]));
     inputs.extend(bias);
     let scales = terms.iter().map(|term| term.scale).collect();
-    let function = Dora { scales, mask, norms, bias: bias.map(Tensor::kind), kept: Vec::new() };
+    let function = Dora { scales, mask, norms, sums, bias: bias.map(Tensor::kind), kept: Vec::new() };
     let [y] = apply(function, &inputs)?;
     Ok(y)
 }
@@ -67,6 +73,8 @@ struct Dora {
     mask: Option<Mask>,
     /// ν.
     norms: Tensor,
+    /// The dtype of z, u and sums: x's on a GPU, else fp32 or f64.
+    sums: Kind,
     /// The dtype of b.
     bias: Option<Kind>,
     /// The terms whose u is saved: those that learn.
@@ -86,16 +94,30 @@ impl Dora {
         self.mask.map_or_else(|| Ok(x.shallow_clone()), |mask| mask.apply(x, mask.scale()))
     }
 
+    /// Computes f ⊙ z, with f = m/ν in fp32, in the dtype of sums.
+    fn scaled(&self, z: &Tensor, magnitude: &Tensor) -> runtime::Result<Tensor> {
+        let factor = magnitude.f_div(&self.norms)?;
+        if self.sums == wide_kind(self.sums) {
+            return Ok(z.f_mul(&factor)?);
+        }
+        Ok(z.f_addcmul(z, &self.change(&factor)?)?)
+    }
+
+    /// Returns f − 1 in the dtype of sums.
+    fn change(&self, factor: &Tensor) -> runtime::Result<Tensor> {
+        Ok(factor.try_sub_scalar(1.0)?.f_to_kind(self.sums)?)
+    }
+
     /// Computes z, and u of each term.
     fn products(&self, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
         let x = self.dropped(&rows(inputs[0])?)?;
-        let wide = wide_kind(x.kind());
-        let mut z = base_product(&x, inputs[WEIGHT], None, wide)?;
-        let x = x.f_to_kind(wide)?;
+        let mut z = base_product(&x, inputs[WEIGHT], None, self.sums)?;
+        let x = x.f_to_kind(self.sums)?;
         let mut us = Vec::new();
         for (term, &scale) in self.scales.iter().enumerate() {
-            let u = mm_scaled(&x, &inputs[a(term)].f_tr()?, scale)?;
-            mm_into(&mut z, &u, &inputs[a(term) + 1].f_tr()?, true)?;
+            let [a, b] = [0, 1].map(|offset| inputs[a(term) + offset].f_to_kind(self.sums));
+            let u = mm_scaled(&x, &a?.f_tr()?, scale)?;
+            mm_into(&mut z, &u, &b?.f_tr()?, true)?;
             us.push(u);
         }
         us.insert(0, z);
@@ -117,7 +139,7 @@ impl Function for Dora {
         }
         let results = retain::kept(|| self.products(inputs))?;
         let x = inputs[0];
-        let mut y = results[0].f_mul(&inputs[MAGNITUDE].f_div(&self.norms)?)?;
+        let mut y = self.scaled(&results[0], inputs[MAGNITUDE])?;
         if self.mask.is_some() {
             let x = rows(x)?;
             base_product_into(&mut y, &x.f_sub(&self.dropped(&x)?)?, inputs[WEIGHT], true)?;
@@ -152,47 +174,49 @@ impl Function for Dora {
         let of_x = wanted(0);
 
         let grad = rows(&grad)?;
-        let wide = wide_kind(grad.kind());
-        let grad_wide = grad.f_to_kind(wide)?;
-        let of_tokens = |tensor: &Tensor| tensor.f_sum_dim_intlist([0].as_slice(), false, wide);
+        let grad_sums = grad.f_to_kind(self.sums)?;
         if wanted(MAGNITUDE) {
-            result[MAGNITUDE] = Some(of_tokens(&grad_wide.f_mul(&z)?)?.f_div_(&self.norms)?);
+            result[MAGNITUDE] = Some(of_tokens(&grad_sums.f_mul(&z)?)?.f_div_(&self.norms)?);
         }
         drop(z);
         if let Some(kind) = self.bias.filter(|_| wanted(bias)) {
-            result[bias] = Some(of_tokens(&grad_wide)?.f_to_kind(kind)?);
+            result[bias] = Some(of_tokens(&grad_sums)?.f_to_kind(kind)?);
         }
-        let mut scaled = grad_wide.f_mul(&magnitude.f_div(&self.norms)?)?;
+        let mut scaled = self.scaled(&grad_sums, magnitude)?;
         let mut of_terms = Vec::new();
-        let mut x_wide: Option<Tensor> = None;
+        let mut x_sums: Option<Tensor> = None;
         for (term, &scale) in self.scales.iter().enumerate() {
             let at = a(term);
             if let Some(kept) = self.kept.iter().position(|kept| *kept == term).filter(|_| wanted(at + 1)) {
-                result[at + 1] = Some(mm(&scaled.f_tr()?, &us[kept])?);
+                result[at + 1] = Some(mm_widened(&scaled.f_tr()?, &us[kept])?);
             }
             if !(of_x || wanted(at)) {
                 continue;
             }
-            let du = mm_scaled(&scaled, &saved[at + 1], scale)?;
+            let du = mm_scaled(&scaled, &saved[at + 1].f_to_kind(self.sums)?, scale)?;
             if wanted(at) {
-                if x_wide.is_none() {
-                    x_wide = Some(self.dropped(&rows(x)?)?.f_to_kind(wide)?);
+                if x_sums.is_none() {
+                    x_sums = Some(self.dropped(&rows(x)?)?.f_to_kind(self.sums)?);
                 }
-                result[at] = x_wide.as_ref().map(|x| mm(&du.f_tr()?, x)).transpose()?;
+                result[at] = x_sums.as_ref().map(|x| mm_widened(&du.f_tr()?, x)).transpose()?;
             }
             of_terms.push((at, du));
         }
-        drop(x_wide);
+        drop(x_sums);
         if of_x {
             let size = x.size();
             let inner = size[size.len() - 1];
             if self.mask.is_some() {
-                scaled = scaled.f_sub_(&grad_wide)?;
+                // h − g, which in 16 bits would be lost to the rounding of h.
+                scaled = match self.sums == wide_kind(self.sums) {
+                    true => scaled.f_sub_(&grad_sums)?,
+                    false => grad_sums.f_mul(&self.change(&magnitude.f_div(&self.norms)?)?)?,
+                };
             }
-            let mut sum = Tensor::f_empty([grad.size()[0], inner], (wide, grad.device()))?;
+            let mut sum = Tensor::f_empty([grad.size()[0], inner], (self.sums, grad.device()))?;
             base_gradient_into(&mut sum, &scaled, weight, false)?;
             for (at, du) in &of_terms {
-                mm_into(&mut sum, du, &saved[*at], true)?;
+                mm_into(&mut sum, du, &saved[*at].f_to_kind(self.sums)?, true)?;
             }
             if let Some(mask) = self.mask {
                 sum = mask.apply(&sum, mask.scale())?;
@@ -204,13 +228,23 @@ impl Function for Dora {
     }
 }
 
+/// Returns the sum over tokens of `[n, o]`, `[o]` in fp32 (f64 for f64): for 16 bits a product with ones, whose sums are in fp32.
+fn of_tokens(tensor: &Tensor) -> runtime::Result<Tensor> {
+    let kind = tensor.kind();
+    if kind == wide_kind(kind) {
+        return Ok(tensor.f_sum_dim_intlist([0].as_slice(), false, kind)?);
+    }
+    let ones = Tensor::f_ones([1, tensor.size()[0]], (kind, tensor.device()))?;
+    Ok(mm_widened(&ones, tensor)?.f_view([-1])?)
+}
+
 /// Returns ‖W‖² of each row, `[o]`, in fp32 (f64 for f64).
 pub(crate) fn squared_norms(weight: &Tensor) -> runtime::Result<Tensor> {
     let wide = wide_kind(weight.kind());
     let of_rows = |rows: Tensor| rows.f_square()?.f_sum_dim_intlist([1].as_slice(), false, wide);
     let weight = weight.f_detach()?;
     let [out, inner] = nf4::matrix_shape(&weight).unwrap_or_default();
-    let step = (nf4::TILE_BYTES / 4 / inner.max(1)).max(1);
+    let step = (nf4::tile_bytes(weight.device()) / 4 / inner.max(1)).max(1);
     let tile = |start: i64| {
         let end = out.min(start + step);
         Ok(of_rows(match is_nf4(&weight) {
@@ -222,22 +256,30 @@ pub(crate) fn squared_norms(weight: &Tensor) -> runtime::Result<Tensor> {
     Ok(Tensor::f_cat(&squares, 0)?)
 }
 
-/// Returns ν `[o]`. The caller disables gradients.
-pub(crate) fn row_norms(weight: &Tensor, squares: &Tensor, terms: &[Term<'_>]) -> runtime::Result<Tensor> {
+/// Returns ν `[o]`, with W·Aᵀ by a product of operands in `products` on a GPU (in the dtype of `squares` by default) and a sum in fp32. The
+/// caller disables gradients.
+pub(crate) fn row_norms(
+    weight: &Tensor,
+    squares: &Tensor,
+    terms: &[Term<'_>],
+    products: Option<Kind>,
+) -> runtime::Result<Tensor> {
     let weight = weight.f_detach()?;
     let kind: Kind = squares.kind();
+    let products = products.unwrap_or(kind);
     // W·Aᵀ `[o, r]`.
     let by_weight = |a: &Tensor| -> runtime::Result<Tensor> {
         let options = (kind, weight.device());
         if is_nf4(&weight) {
             let mut product = Tensor::f_empty([a.size()[0], squares.size()[0]], options)?;
-            nf4::mm_into(&mut product, a, &weight, false)?;
+            nf4::mm_into(&mut product, &a.f_to_kind(products)?, &weight, false)?;
             return Ok(product.f_tr()?);
         }
         let mut product = Tensor::f_empty([squares.size()[0], a.size()[0]], options)?;
         // Only a CPU multiplies different dtypes.
-        let cast = if options.1 == Device::Cpu { weight.shallow_clone() } else { weight.f_to_kind(kind)? };
-        mm_into(&mut product, &cast, &a.f_tr()?, false)?;
+        let on_cpu = !gpu::is_chosen(options.1);
+        let cast = if on_cpu { weight.shallow_clone() } else { weight.f_to_kind(products)? };
+        mm_into(&mut product, &cast, &a.f_to_kind(products)?.f_tr()?, false)?;
         Ok(product)
     };
     // Offloading moves the weight to the device without these.

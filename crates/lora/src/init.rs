@@ -16,13 +16,13 @@
 //! W be written, so a base in NF4 can have such adapters; a rank-r part of the dequantized W is what they take. Files contain only A and B,
 //! as PEFT's do: loading recomputes A₀ and B₀ from the base's W.
 
+use kernels::matmul::wide_kind;
 use kernels::nf4;
 use runtime::ops::TryScalar;
 use runtime::random::Generator;
 use tch::{Kind, Tensor};
 
 use crate::error::Result;
-use crate::function::wide_kind;
 
 /// How an adapter is initialised: see the [table](self).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -57,7 +57,6 @@ mod alternatives;
 mod config;
 mod dora;
 mod error;
-mod function;
 mod linear;
 mod matches;
 mod options;

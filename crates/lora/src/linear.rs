@@ -1,22 +1,24 @@
 //! A frozen projection with adapters.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use kernels::dropout::Mask;
 use kernels::linear::linear;
-use kernels::nf4::{is_nf4, matrix_shape};
+use kernels::low_rank::{Affine, Term, low_rank_linear};
+use kernels::nf4::{Scales, is_nf4, matrix_shape};
 use models::Linear;
 use models::module::{Context, Module, Projection, Visitor, VisitorMut, tensors};
 use parking_lot::Mutex;
 use runtime::autograd::note_setting;
 use runtime::precision;
 use runtime::random::Generator;
+use runtime::tensor_layout::TensorLayout;
 use tch::Tensor;
 
 use crate::adapter::Adapter;
 use crate::dora;
 use crate::error::{Error, Result, option};
-use crate::function::low_rank_linear;
 use crate::options::LoraLinearConfig;
 use crate::switch::Switch;
 
@@ -28,8 +30,8 @@ pub const DEFAULT: &str = "default";
 /// W and b keep their dtype (fp32, bf16, fp16, f64, or [NF4](kernels::nf4) for W) and their names, so that checkpoints of the base can be
 /// loaded. A `[r, in]` and B `[out, r]` are in fp32 (f64 for f64) and are called `lora_A.default.weight` and `lora_B.default.weight`;
 /// DoRA's magnitudes are `lora_magnitude_vector.default.weight`. Input and output have W's dtype (any one over NF4), unless a policy of
-/// [`runtime::precision`] casts them. `function.rs` documents the mathematics, what is kept, and where it is rounded; `dora.rs` documents
-/// DoRA.
+/// [`runtime::precision`] casts them. [`kernels::low_rank`] documents the mathematics, what is kept, and where it is rounded; `dora.rs`
+/// documents DoRA.
 ///
 /// Dropout is active if [`Context::training`] is set. Between a forward and its backward nothing may be switched, merged or
 /// changed.
@@ -53,12 +55,28 @@ pub const DEFAULT: &str = "default";
 pub struct LoraLinear {
     /// Its own tensor over the base's memory, so that a merge does not affect others that share it (a tied embedding).
     weight: Tensor,
+    /// `[out, in]`.
+    shape: [i64; 2],
     bias: Option<Tensor>,
     /// ‖W‖² of each row, if an adapter needs it.
     squares: Option<Tensor>,
     adapters: Vec<Adapter>,
     merged: Arc<Mutex<Option<Merged>>>,
     switch: Arc<Switch>,
+    /// What the switch says about these adapters, since its last change.
+    resolved: Mutex<Option<Arc<Resolved>>>,
+}
+
+/// The switch's setting for one layer.
+#[derive(Debug)]
+struct Resolved {
+    /// The switch's version.
+    version: u64,
+    disabled: bool,
+    /// Indices of the active adapters, in the order of the switch.
+    active: Vec<usize>,
+    /// A hash of `disabled` and the names of the active adapters: equal for equal settings, whatever was set in between.
+    hash: u64,
 }
 
 /// The state of a merge.
@@ -67,6 +85,14 @@ struct Merged {
     /// W, sharing the base's memory.
     original: Tensor,
     adapters: Vec<String>,
+    /// A hash of the adapters' names.
+    hash: u64,
+}
+
+fn hash(value: impl Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    value.hash(&mut hasher);
+    hasher.finish()
 }
 
 impl LoraLinear {
@@ -107,20 +133,23 @@ impl LoraLinear {
 
     /// Creates a layer without adapters.
     pub(crate) fn over(weight: &Tensor, bias: Option<Tensor>, switch: Arc<Switch>) -> Result<Self> {
-        if !(weight.is_floating_point() || is_nf4(weight)) || matrix_shape(weight).is_none() {
+        let shape = matrix_shape(weight).filter(|_| weight.is_floating_point() || is_nf4(weight));
+        let Some(shape) = shape else {
             let value = format!("{:?} {:?}", weight.kind(), weight.size());
             return Err(option("weight", value, "a floating matrix [out, in], or NF4"));
-        }
+        };
         for tensor in std::iter::once(weight).chain(&bias) {
             let _ = tensor.f_set_requires_grad(false)?;
         }
         Ok(Self {
             weight: weight.f_detach()?,
+            shape,
             bias,
             squares: None,
             adapters: Vec::new(),
             merged: Arc::default(),
             switch,
+            resolved: Mutex::default(),
         })
     }
 
@@ -129,24 +158,27 @@ impl LoraLinear {
             let _no_grad = tch::no_grad_guard();
             self.squares = Some(dora::squared_norms(&self.base_weight())?);
         }
-        self.adapters.retain(|known| known.name != adapter.name);
+        self.remove(&adapter.name);
         self.adapters.push(adapter);
         Ok(())
     }
 
     pub(crate) fn remove(&mut self, name: &str) {
         self.adapters.retain(|adapter| adapter.name != name);
+        *self.resolved.get_mut() = None;
     }
 
     /// Returns another handle on the same tensors.
     pub(crate) fn shallow_clone(&self) -> Self {
         Self {
             weight: self.weight.shallow_clone(),
+            shape: self.shape,
             bias: self.bias.as_ref().map(Tensor::shallow_clone),
             squares: self.squares.as_ref().map(Tensor::shallow_clone),
             adapters: self.adapters.iter().map(Adapter::shallow_clone).collect(),
             merged: self.merged.clone(),
             switch: self.switch.clone(),
+            resolved: Mutex::default(),
         }
     }
 
@@ -192,7 +224,7 @@ impl LoraLinear {
             sum = sum.f_add_(&adapter.delta()?)?;
         }
         if let (Some(magnitude), Some(squares)) = (&first.magnitude, &self.squares) {
-            let norms = dora::row_norms(&self.weight, squares, &first.terms(None))?;
+            let norms = dora::row_norms(&self.weight, squares, &first.terms(None), None)?;
             sum = sum.f_mul_(&magnitude.f_div(&norms)?.f_unsqueeze(1)?)?;
         }
         Ok(Some(sum.f_to_kind(self.weight.kind())?))
@@ -211,7 +243,8 @@ impl LoraLinear {
         }
         let original = self.weight.f_detach()?;
         exchange(&self.weight, &merged)?;
-        *self.merged.lock() = Some(Merged { original, adapters });
+        let hash = hash(&adapters);
+        *self.merged.lock() = Some(Merged { original, adapters, hash });
         Ok(())
     }
 
@@ -238,59 +271,116 @@ impl LoraLinear {
 
     /// Returns the active adapters that this layer has, in the order of the switch.
     fn active(&self) -> Vec<&Adapter> {
-        self.switch.read(|setting| {
-            let named = |name: &String| self.adapters.iter().find(|adapter| adapter.name == *name);
-            setting.active.iter().filter_map(named).collect()
+        self.resolved().active.iter().map(|index| &self.adapters[*index]).collect()
+    }
+
+    /// Finds the adapters by name if the switch has changed since the last time.
+    fn resolved(&self) -> Arc<Resolved> {
+        let mut resolved = self.resolved.lock();
+        // Read before the setting: a change in between is noticed the next time.
+        let version = self.switch.version();
+        if let Some(current) = resolved.as_ref().filter(|resolved| resolved.version == version) {
+            return current.clone();
+        }
+        let new = self.switch.read(|setting| {
+            let index = |name: &String| self.adapters.iter().position(|adapter| adapter.name == *name);
+            let active: Vec<usize> = setting.active.iter().filter_map(index).collect();
+            let names: Vec<&str> = active.iter().map(|index| self.adapters[*index].name.as_str()).collect();
+            let disabled = setting.disabled > 0;
+            Arc::new(Resolved { version, disabled, hash: hash((disabled, names)), active })
+        });
+        *resolved = Some(new.clone());
+        new
+    }
+
+    /// Checks x, and returns the setting of this forward, which it notes for a segment that recomputes it in backward.
+    fn begin(&self, x: &Tensor) -> runtime::Result<Setting> {
+        let (of_x, weight) = (TensorLayout::of(x)?, TensorLayout::of(&self.weight)?);
+        if of_x.size().last() != Some(&self.in_features()) {
+            let reason = format!("`x` has shape {:?}; expected […, {}]", of_x.size(), self.in_features());
+            return Err(Error::invalid("lora linear", reason));
+        }
+        let same_kind =
+            of_x.kind() == weight.kind() || Scales::of(weight.kind()).is_some() || precision::is_set();
+        if !same_kind || of_x.device() != weight.device() {
+            let expected = format!("{:?} on {:?}, as the weight has", weight.kind(), weight.device());
+            let reason = format!("`x` is {:?} on {:?}; expected {expected}", of_x.kind(), of_x.device());
+            return Err(Error::invalid("lora linear", reason));
+        }
+        let resolved = self.resolved();
+        let merged = self.merged.lock().as_ref().map(|merged| merged.hash);
+        note_setting(&(resolved.hash, merged));
+        Ok(match () {
+            () if resolved.disabled => Setting::Disabled,
+            () if merged.is_some() || resolved.active.is_empty() => Setting::Base,
+            () => Setting::Adapted(resolved),
         })
     }
 
-    /// Records the settings of this forward, for a segment that recomputes it in backward.
-    fn note_settings(&self) {
-        let active = self.active();
-        let names: Vec<&str> = active.iter().map(|adapter| adapter.name.as_str()).collect();
-        self.switch.read(|setting| note_setting(&(setting.disabled > 0, self.merged(), names)));
+    /// Returns the adapter if it has magnitudes, with the squared norms of W's rows.
+    fn with_magnitudes(&self, resolved: &Resolved) -> Option<(&Adapter, &Tensor)> {
+        let [index] = resolved.active[..] else { return None };
+        let adapter = &self.adapters[index];
+        self.squares.as_ref().filter(|_| adapter.magnitude.is_some()).map(|squares| (adapter, squares))
+    }
+
+    /// Returns the low-rank terms of the active adapters, each with a mask that is drawn here.
+    fn terms(&self, resolved: &Resolved, training: bool) -> runtime::Result<Vec<Term<'_>>> {
+        let mut terms = Vec::new();
+        for adapter in resolved.active.iter().map(|index| &self.adapters[*index]) {
+            terms.extend(adapter.terms(mask(adapter, training)?));
+        }
+        Ok(terms)
     }
 
     fn run(&self, x: &Tensor, training: bool) -> models::Result<Tensor> {
         let weight = &self.weight;
-        let same_kind = x.kind() == weight.kind() || is_nf4(weight) || precision::current().is_some();
-        if x.size().last() != Some(&self.in_features()) {
-            let reason = format!("`x` has shape {:?}; expected […, {}]", x.size(), self.in_features());
-            return Err(Error::invalid("lora linear", reason));
-        }
-        if !same_kind || x.device() != weight.device() {
-            let (x, weight) = ((x.kind(), x.device()), (weight.kind(), weight.device()));
-            let expected = format!("{:?} on {:?}, as the weight has", weight.0, weight.1);
-            let reason = format!("`x` is {:?} on {:?}; expected {expected}", x.0, x.1);
-            return Err(Error::invalid("lora linear", reason));
-        }
-        self.note_settings();
-        if self.switch.read(|setting| setting.disabled > 0) {
+        let resolved = match self.begin(x)? {
+            Setting::Adapted(resolved) => resolved,
+            Setting::Base => return linear(x, weight, self.bias.as_ref()),
             // Offloading moves a merged layer to the device without its base weight.
-            let base = self.base_weight().f_to_device(x.device())?;
-            return linear(x, &base, self.bias.as_ref());
-        }
-        let active = if self.merged.lock().is_some() { Vec::new() } else { self.active() };
-        if active.is_empty() {
-            return linear(x, weight, self.bias.as_ref());
+            Setting::Disabled => {
+                let base = self.base_weight().f_to_device(x.device())?;
+                return linear(x, &base, self.bias.as_ref());
+            }
+        };
+        if !precision::is_set() {
+            return self.adapted(x, weight, self.bias.as_ref(), &resolved, training);
         }
         let x = precision::operand(x)?;
         let weight = precision::weight(weight)?;
         let bias = self.bias.as_ref().map(precision::weight).transpose()?;
-        let mask = |adapter: &Adapter| {
-            (training && adapter.dropout > 0.0).then(|| Mask::draw(adapter.dropout)).transpose()
-        };
-        if let ([adapter], Some(squares)) = (active.as_slice(), &self.squares)
-            && adapter.magnitude.is_some()
-        {
-            return dora::forward(&x, &weight, bias.as_ref(), squares, adapter, mask(adapter)?);
-        }
-        let mut terms = Vec::new();
-        for adapter in active {
-            terms.extend(adapter.terms(mask(adapter)?));
-        }
-        low_rank_linear(&x, &weight, bias.as_ref(), &terms, x.kind())
+        self.adapted(&x, &weight, bias.as_ref(), &resolved, training)
     }
+
+    /// Computes y with the active adapters, at least one.
+    fn adapted(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+        resolved: &Resolved,
+        training: bool,
+    ) -> models::Result<Tensor> {
+        if let Some((adapter, squares)) = self.with_magnitudes(resolved) {
+            return dora::forward(x, weight, bias, squares, adapter, mask(adapter, training)?);
+        }
+        low_rank_linear(x, &Affine { weight, bias, terms: self.terms(resolved, training)? })
+    }
+}
+
+/// The setting of one forward.
+enum Setting {
+    /// The base alone, without a merge.
+    Disabled,
+    /// The weight as it is: merged, or without an active adapter.
+    Base,
+    Adapted(Arc<Resolved>),
+}
+
+/// Draws the mask of an adapter's dropout, if it is active.
+fn mask(adapter: &Adapter, training: bool) -> runtime::Result<Option<Mask>> {
+    (training && adapter.dropout > 0.0).then(|| Mask::draw(adapter.dropout)).transpose()
 }
 
 /// Makes `tensor` share the memory of `other`. A graph that saved `tensor` refuses to run.
@@ -331,11 +421,22 @@ impl Projection for LoraLinear {
         self.run(x, context.training)
     }
 
+    fn affine(&self, x: &Tensor, context: &Context<'_>) -> models::Result<Option<Affine<'_>>> {
+        let (weight, bias) = (&self.weight, self.bias.as_ref());
+        let terms = match self.begin(x)? {
+            Setting::Disabled => return Ok(None),
+            Setting::Base => Vec::new(),
+            Setting::Adapted(resolved) if self.with_magnitudes(&resolved).is_some() => return Ok(None),
+            Setting::Adapted(resolved) => self.terms(&resolved, context.training)?,
+        };
+        Ok(Some(Affine { weight, bias, terms }))
+    }
+
     fn in_features(&self) -> i64 {
-        matrix_shape(&self.weight).unwrap_or_default()[1]
+        self.shape[1]
     }
 
     fn out_features(&self) -> i64 {
-        self.weight.size()[0]
+        self.shape[0]
     }
 }

@@ -1,10 +1,16 @@
 //! Which adapters are active: read by every layer in every forward.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use parking_lot::RwLock;
 
 /// Shared by all layers of a model.
 #[derive(Debug, Default)]
-pub(crate) struct Switch(RwLock<Setting>);
+pub(crate) struct Switch {
+    setting: RwLock<Setting>,
+    /// Counts the changes, so that a layer finds its adapters by name once per change and not once per forward.
+    version: AtomicU64,
+}
 
 /// The settings of a forward.
 #[derive(Debug, Clone, Default)]
@@ -17,10 +23,18 @@ pub(crate) struct Setting {
 
 impl Switch {
     pub(crate) fn read<T>(&self, read: impl FnOnce(&Setting) -> T) -> T {
-        read(&self.0.read())
+        read(&self.setting.read())
     }
 
     pub(crate) fn set<T>(&self, set: impl FnOnce(&mut Setting) -> T) -> T {
-        set(&mut self.0.write())
+        let mut setting = self.setting.write();
+        let result = set(&mut setting);
+        self.version.fetch_add(1, Ordering::Release);
+        result
+    }
+
+    /// Returns a number that each change makes another.
+    pub(crate) fn version(&self) -> u64 {
+        self.version.load(Ordering::Acquire)
     }
 }

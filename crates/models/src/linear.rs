@@ -1,6 +1,8 @@
 //! Linear projections.
 
+use kernels::gpu;
 use kernels::linear::linear;
+use kernels::low_rank::{Affine, low_rank_linears};
 use kernels::nf4::{self, Scales, matrix_shape};
 use runtime::precision;
 use runtime::tensor_layout::TensorLayout;
@@ -68,6 +70,32 @@ fn quantized([out, inner]: [i64; 2], init: Init, scales: Scales, device: Device)
 
 /// Computes x·Wᵀ + b over the last dimension. Every projection of this crate calls this function.
 pub(crate) fn project(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    check(x, weight)?;
+    linear(x, weight, bias)
+}
+
+/// Runs projections of one input. On a GPU those with low-rank terms are one autograd function ([`low_rank_linears`]).
+pub(crate) fn project_all<const N: usize>(
+    projections: [&dyn Projection; N],
+    x: &Tensor,
+    context: &Context<'_>,
+) -> Result<[Tensor; N]> {
+    let mut results = Vec::new();
+    // A policy decides the dtypes of each product.
+    if gpu::is_chosen(x.device()) && !precision::is_set() {
+        let affine = projections.map(|projection| projection.affine(x, context));
+        let affine: Option<Vec<Affine<'_>>> = affine.into_iter().collect::<Result<_>>()?;
+        if let Some(affine) = affine.filter(|affine| affine.iter().any(|one| !one.terms.is_empty())) {
+            results = low_rank_linears(x, &affine)?;
+        }
+    }
+    if results.is_empty() {
+        results = projections.iter().map(|one| one.forward(x, context)).collect::<Result<_>>()?;
+    }
+    results.try_into().map_err(|_| Error::invalid("linear", "a projection without a result"))
+}
+
+fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
     let (of_x, of_weight) = (TensorLayout::of(x)?, TensorLayout::of(weight)?);
     let is_quantized = Scales::of(of_weight.kind()).is_some();
     let [_, width] = match of_weight.size() {
@@ -88,7 +116,7 @@ pub(crate) fn project(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Res
             format!("{:?} on {:?}, as the weight has", weight.kind(), weight.device()),
         ));
     }
-    linear(x, weight, bias)
+    Ok(())
 }
 
 /// Refuses sizes below 1.
@@ -114,6 +142,11 @@ impl Module for Linear {
 impl Projection for Linear {
     fn forward(&self, x: &Tensor, _: &Context<'_>) -> Result<Tensor> {
         project(x, &self.weight, self.bias.as_ref())
+    }
+
+    fn affine(&self, x: &Tensor, _: &Context<'_>) -> Result<Option<Affine<'_>>> {
+        check(x, &self.weight)?;
+        Ok(Some(Affine { weight: &self.weight, bias: self.bias.as_ref(), terms: Vec::new() }))
     }
 
     fn in_features(&self) -> i64 {

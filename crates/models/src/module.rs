@@ -41,6 +41,7 @@ mod visitor;
 
 use std::fmt::Debug;
 
+use kernels::low_rank::Affine;
 use runtime::ops::TryScalar;
 use tch::Tensor;
 
@@ -76,6 +77,14 @@ pub trait Projection: Module {
     /// # Errors
     /// A tensor of the wrong width, dtype or device.
     fn forward(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor>;
+    /// Returns this forward as tensors, if it is x·Wᵀ + b with low-rank terms and nothing else, for callers that run several projections of
+    /// one input as one function; the masks of its dropout are drawn here. `None`, the default, for any other computation.
+    ///
+    /// # Errors
+    /// As [`Projection::forward`].
+    fn affine(&self, _x: &Tensor, _context: &Context<'_>) -> Result<Option<Affine<'_>>> {
+        Ok(None)
+    }
     /// Width of the input.
     fn in_features(&self) -> i64;
     /// Width of the output.

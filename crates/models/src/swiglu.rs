@@ -5,7 +5,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::Result;
 use crate::init::Init;
-use crate::linear::Linear;
+use crate::linear::{Linear, project_all};
 use crate::module::{Context, Mlp, MlpFunction, Module, Projection, Visitor, VisitorMut};
 
 /// y = (SiLU(x·Gᵀ) ⊙ x·Uᵀ)·Dᵀ (Shazeer, arXiv:2002.05202), with Hugging Face's names `gate_proj`, `up_proj`, `down_proj`.
@@ -88,7 +88,9 @@ impl Module for Swiglu {
 
 impl Mlp for Swiglu {
     fn forward(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        let product = silu_mul(&self.gate_proj.forward(x, context)?, &self.up_proj.forward(x, context)?)?;
+        let [gate, up] = project_all([&*self.gate_proj, &*self.up_proj], x, context)?;
+        let product = silu_mul(&gate, &up)?;
+        drop((gate, up));
         self.down_proj.forward(&product, context)
     }
 
@@ -109,8 +111,11 @@ impl Module for Geglu {
 
 impl Mlp for Geglu {
     fn forward(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        let gate = self.0.gate_proj.forward(x, context)?.f_gelu("tanh")?;
-        let product = gate.f_mul(&self.0.up_proj.forward(x, context)?)?;
+        let [gate, up] = project_all([&*self.0.gate_proj, &*self.0.up_proj], x, context)?;
+        let activated = gate.f_gelu("tanh")?;
+        drop(gate);
+        let product = activated.f_mul(&up)?;
+        drop((activated, up));
         self.0.down_proj.forward(&product, context)
     }
 

@@ -21,8 +21,8 @@ const BLOCK: u64 = 64;
 const NESTED: u64 = 256;
 /// Alignment of the codes.
 const ALIGNMENT: u64 = 64;
-/// `kernels::nf4::TILE_BYTES`.
-const TILE: u64 = 8 << 20;
+/// Largest number of bytes of a tile on a CPU, as `kernels::nf4::tile_bytes` has it.
+pub const CPU_TILE: u64 = 8 << 20;
 /// The fewest rows of a tile.
 const LEAST: u64 = 128;
 
@@ -39,10 +39,11 @@ pub fn matrix_bytes(out: u64, inner: u64) -> Result<u64, Error> {
     Ok(sum(WHAT, [scales, elements.div_ceil(2)])?.next_multiple_of(out))
 }
 
-/// Bytes of the tile of a product that gives `length` rows or columns, each from `width` weights of this many bytes.
-pub(crate) fn tile_bytes(length: u64, width: u64, bytes: u64) -> Result<u64, Error> {
+/// Bytes of the tile of a product that gives `length` rows or columns, each from `width` weights of this many bytes; `most` is the largest
+/// number of them that a tile has.
+pub(crate) fn tile_bytes(most: u64, length: u64, width: u64, bytes: u64) -> Result<u64, Error> {
     let width = width.max(1);
-    let rows = (TILE / bytes / width / BLOCK * BLOCK).max(LEAST).min(length);
+    let rows = (most / bytes / width / BLOCK * BLOCK).max(LEAST).min(length);
     product("bytes of a tile", &[rows, width, bytes])
 }
 
@@ -85,8 +86,8 @@ mod tests {
             "{}",
             mib("qwen2.5-7b", &Recipe::NF4) / 1024.0
         );
-        assert_eq!(tile_bytes(4864, 896, 4).unwrap(), 2304 * 896 * 4);
-        assert_eq!(tile_bytes(100, 896, 4).unwrap(), 100 * 896 * 4);
-        assert_eq!(tile_bytes(4864, 1 << 20, 4).unwrap(), 128 << 22);
+        assert_eq!(tile_bytes(CPU_TILE, 4864, 896, 4).unwrap(), 2304 * 896 * 4);
+        assert_eq!(tile_bytes(CPU_TILE, 100, 896, 4).unwrap(), 100 * 896 * 4);
+        assert_eq!(tile_bytes(CPU_TILE, 4864, 1 << 20, 4).unwrap(), 128 << 22);
     }
 }

@@ -313,6 +313,7 @@ fn block_of(
         gradients: true,
         documents: choices.documents,
         widens: choices.widens,
+        tile_bytes: choices.tile_bytes,
     };
     Block::new(model, &options)
 }

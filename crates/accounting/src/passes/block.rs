@@ -75,12 +75,14 @@ pub(crate) struct BlockOptions<'a> {
     pub(crate) documents: bool,
     /// Whether products of weights in NF4 with 16-bit operands are computed in fp32.
     pub(crate) widens: bool,
+    /// Largest number of bytes of a dequantized tile.
+    pub(crate) tile_bytes: u64,
 }
 
 /// Bytes of one projection's tensors.
 struct ProjectionBytes {
     adapted: bool,
-    /// Input and output, in the base's dtype and in fp32.
+    /// Input and output, in the base's dtype and in that of sums: fp32, but the base's on a GPU.
     input: u64,
     output: u64,
     wide_input: u64,
@@ -92,6 +94,8 @@ struct ProjectionBytes {
     tile_back: u64,
     /// u, or du.
     low: u64,
+    /// A and B rounded to the base's dtype, which a GPU keeps for backward.
+    factors: u64,
     /// How many low-rank terms there are: a frozen one's u is not kept.
     terms: u64,
     /// With DoRA the product before it is multiplied, in fp32, and ν; and the temporaries of computing ν.
@@ -105,7 +109,7 @@ struct ProjectionBytes {
 
 impl ProjectionBytes {
     fn new(options: &BlockOptions<'_>, which: Projection, linear: &Linear) -> Result<Self, Error> {
-        let BlockOptions { tokens, recipe, trained, gradients, widens, .. } = *options;
+        let BlockOptions { tokens, recipe, trained, gradients, widens, tile_bytes, .. } = *options;
         let lora = trained.adapters();
         let everything = matches!(trained, Trained::Everything);
         let adapted = lora.is_some_and(|lora| lora.targets.has(which));
@@ -113,11 +117,21 @@ impl ProjectionBytes {
         let rank = lora.map_or(0, |lora| lora.rank);
         let c = recipe.compute.storage_bits() / 8;
         let activation = |width: u64, bytes: u64| product("bytes of an activation", &[tokens, width, bytes]);
-        let (wide_input, wide_output) = (activation(linear.inputs, 4)?, activation(linear.outputs, 4)?);
+        let on_gpu = lora.is_some_and(|lora| !lora.on_cpu);
+        let sum_bytes = if on_gpu { c } else { 4 };
+        let (wide_input, wide_output) =
+            (activation(linear.inputs, sum_bytes)?, activation(linear.outputs, sum_bytes)?);
 
-        // With an adapter, and where 16 bits are not multiplied, a tile is in fp32.
+        // Where sums are in fp32, and where 16 bits are not multiplied, a tile is in fp32.
+        let element = if widens {
+            4
+        } else if adapted {
+            sum_bytes
+        } else {
+            c
+        };
         let tile = |length, width| match recipe.quantized {
-            true => nf4::tile_bytes(length, width, if adapted || widens { 4 } else { c }),
+            true => nf4::tile_bytes(tile_bytes, length, width, element),
             false => Ok(0),
         };
 
@@ -127,6 +141,7 @@ impl ProjectionBytes {
         let weight = exact::sum("elements of a weight", [weight, bias])?;
         let widths = exact::sum("widths of a projection", [linear.inputs, linear.outputs])?;
         let pair = product("elements of an adapter", &[rank, widths])?;
+        let terms = 1 + u64::from(lora.is_some_and(|lora| lora.subtracted));
         let adapter =
             exact::sum("elements of an adapter", [pair, if magnitudes { linear.outputs } else { 0 }])?;
 
@@ -142,8 +157,12 @@ impl ProjectionBytes {
             },
             tile: tile(linear.outputs, linear.inputs)?,
             tile_back: tile(linear.inputs, linear.outputs)?,
-            low: activation(rank, 4)?,
-            terms: 1 + u64::from(lora.is_some_and(|lora| lora.subtracted)),
+            low: activation(rank, sum_bytes)?,
+            factors: match adapted && on_gpu && c < 4 && !magnitudes {
+                true => product("bytes of an adapter", &[terms, pair, c])?,
+                false => 0,
+            },
+            terms,
             unscaled: match magnitudes {
                 true => {
                     exact::sum("bytes of a product", [wide_output, LowRank::WIDE.bytes(linear.outputs)?])?
@@ -164,7 +183,7 @@ impl ProjectionBytes {
 
 /// A block with its options.
 pub(crate) struct Block {
-    /// Whether the base is in 16 bits, so that sums in fp32 are tensors of their own.
+    /// Whether the base is in 16 bits and sums are in fp32, as on a CPU, so that they are tensors of their own.
     rounds: bool,
     /// Whether the residual stream is in fp32 beside products in 16 bits, and whether these are computed in fp32.
     mixed: bool,
@@ -215,7 +234,7 @@ struct Recorded {
 
 impl Block {
     pub(crate) fn new(model: &Decoder, options: &BlockOptions<'_>) -> Result<Self, Error> {
-        let BlockOptions { tokens, recipe, norm, trained, gradients, documents, widens } = *options;
+        let BlockOptions { tokens, recipe, norm, trained, gradients, documents, widens, .. } = *options;
         let (everything, lora) = (matches!(trained, Trained::Everything), trained.adapters());
         let c = recipe.compute.storage_bits() / 8;
         let attended = if recipe.casts && widens { 4 } else { c };
@@ -232,7 +251,7 @@ impl Block {
             })
         };
         Ok(Self {
-            rounds: c < 4,
+            rounds: c < 4 && lora.is_none_or(|lora| lora.on_cpu),
             dropout: lora.is_some_and(|lora| lora.dropout),
             mixed: recipe.casts,
             mixed_in_fp32: recipe.casts && widens,
@@ -312,6 +331,7 @@ impl Block {
         keep(self.learns(&[Down]), "SiLU(xW) ⊙ xV", self.wide);
         for which in [Query, Key, Value, Output, Gate, Up, Down] {
             keep(self.projection(which).adapted, "low-rank products", self.projection(which).low);
+            keep(self.projection(which).factors > 0, "adapters in 16 bits", self.projection(which).factors);
             keep(
                 self.projection(which).unscaled > 0,
                 "products before their magnitudes",
@@ -337,7 +357,7 @@ impl Block {
     /// Bytes that adapters of these projections keep beside inputs.
     fn adapter_bytes(&self, which: &[Projection]) -> Result<u64, Error> {
         let adapted = which.iter().map(|which| self.projection(*which)).filter(|one| one.adapted);
-        exact::sum("bytes of a block", adapted.map(|one| one.low + one.unscaled))
+        exact::sum("bytes of a block", adapted.map(|one| one.low + one.factors + one.unscaled))
     }
 
     /// Casts of an input that these projections keep in mixed precision.

@@ -102,6 +102,7 @@ pub fn job(
         optimizer: state_of(optimizer.rule),
         documents: data.packed,
         widens: widens(operands, device),
+        tile_bytes: kernels::nf4::tile_bytes(device).unsigned_abs(),
         packs: on_cpu,
         inputs_on_host: config.keeps_inputs_on_host(),
         ..choices(kind, &rates.machine(), tokens)

@@ -29,7 +29,8 @@ pub(crate) fn mm_cast(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool
     Ok(())
 }
 
-/// `out = factor · a · b` in one launch, for operands and an output of one dtype. CUDA only: on a CPU, [`crate::matmul`] chooses the kernel.
+/// `out = factor · a · b` in one launch, for operands and an output of one dtype. For GPUs: on a CPU,
+/// [`crate::matmul`] chooses the kernel.
 ///
 /// # Errors
 /// Errors of [`call`].

@@ -7,10 +7,13 @@ use runtime::profile::{Flops, kernel, record_external};
 use tch::{Device, Kind, Tensor};
 
 use super::{BLOCK, dequantize_window, expect, refuse, stored_kind};
-use crate::matmul;
+use crate::{gpu, matmul};
 
-/// Largest number of bytes of the dequantized values that a product has at a time, unless 128 rows or columns have more.
-pub const TILE_BYTES: i64 = 8 << 20;
+/// Returns the largest number of bytes of the dequantized values that a product has at a time, unless 128 rows or columns have more: 8 MiB on
+/// a CPU, and 64 MiB on a GPU, where a tile takes two launches and most matrices are one tile.
+pub fn tile_bytes(device: Device) -> i64 {
+    if gpu::is_chosen(device) { 64 << 20 } else { 8 << 20 }
+}
 
 /// Smallest number of rows or columns of a tile: products of fewer have other bits in the `gemm` crate.
 const LEAST: i64 = 128;
@@ -53,14 +56,18 @@ fn multiply(out: &mut Tensor, x: &Tensor, weight: &Tensor, accumulate: bool, sid
         return Ok(());
     }
     let device = weight.device();
-    let kind = match x.kind() {
-        kind if kind == out.kind() => matmul::compute_kind(device, kind),
-        _ if out.kind() == Kind::Double => Kind::Double,
+    let on_gpu = gpu::is_chosen(device);
+    let kind = match (x.kind(), out.kind()) {
+        (kind, result) if kind == result => matmul::compute_kind(device, kind),
+        (_, Kind::Double) => Kind::Double,
+        // A GPU sums products of 16 bits in fp32.
+        (kind @ (Kind::BFloat16 | Kind::Half), Kind::Float) if on_gpu => kind,
         _ => Kind::Float,
     };
     let stored = stored_kind(kind, device);
-    let step =
-        (TILE_BYTES / stored.elt_size_in_bytes() as i64 / width / BLOCK * BLOCK).max(LEAST).min(length);
+    let step = (tile_bytes(device) / stored.elt_size_in_bytes() as i64 / width / BLOCK * BLOCK)
+        .max(LEAST)
+        .min(length);
     let tile_size = |length: i64| if side == Side::Rows { [length, width] } else { [width, length] };
     let memory = Tensor::f_empty([step * width], (stored, device))?;
     // On the CPU a product in fp32 casts operands in 16 bits itself.
@@ -80,7 +87,7 @@ fn multiply(out: &mut Tensor, x: &Tensor, weight: &Tensor, accumulate: bool, sid
 
 /// Returns whether [`matmul::mm_into`] takes this operand or output beside others of `kind`.
 fn mixes(device: Device, kind: Kind, matrix: &Tensor) -> bool {
-    device == Device::Cpu && kind == Kind::Float && matrix.kind() != Kind::Double
+    device == Device::Cpu && !gpu::is_chosen(device) && kind == Kind::Float && matrix.kind() != Kind::Double
 }
 
 /// [`matmul::mm_into`] for a tile that has the dtype of the computation, and an output of any.
@@ -125,7 +132,8 @@ pub(crate) fn few_vectors(
         return Err(refuse(format!("x is {:?} for a weight [{rows}, {columns}]", x.size())));
     }
     let on_cpu = [Some(x), Some(weight), bias].into_iter().flatten().all(|one| one.device() == Device::Cpu);
-    if !on_cpu || operators_only() || !(1..=matmul::FEW).contains(&vectors) || columns % BLOCK != 0 {
+    let on_cpu = on_cpu && !gpu::is_chosen(Device::Cpu) && !operators_only();
+    if !on_cpu || !(1..=matmul::FEW).contains(&vectors) || columns % BLOCK != 0 {
         return Ok(None);
     }
     let scope = kernel("kernels::nf4::matvec", [x, weight]);

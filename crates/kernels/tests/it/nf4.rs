@@ -121,13 +121,13 @@ fn derivatives_match_finite_differences() {
     assert_eq!(report.compared, 2 * 3 * 7 * (2 * 3 * 10 + 7), "{report}");
 }
 
-/// Beside its result a product has one tile: [`nf4::TILE_BYTES`] of a matrix that is five times as large.
+/// Beside its result a product has one tile: [`nf4::tile_bytes`] of a matrix that is five times as large.
 #[test]
 fn a_product_takes_the_memory_of_a_tile() {
     track_cpu().unwrap();
     let (tokens, out, inner) = (33i64, 4096i64, 2560i64);
     let stored = nf4::quantize(&Tensor::ones([out, inner], kind::FLOAT_CPU), Scales::Nested).unwrap();
-    assert!(4 * out * inner >= 5 * nf4::TILE_BYTES);
+    assert!(4 * out * inner >= 5 * nf4::tile_bytes(Device::Cpu));
     let x = Tensor::ones([tokens, inner], kind::FLOAT_CPU).set_requires_grad(true);
     let region = Region::start(Device::Cpu).unwrap();
     let y = nf4::linear(&x, &stored, None).unwrap();
@@ -136,9 +136,9 @@ fn a_product_takes_the_memory_of_a_tile() {
     let region = Region::start(Device::Cpu).unwrap();
     runtime::autograd::backward_with(&[&y], &[Some(&upstream)], runtime::autograd::Keep::default()).unwrap();
     let backward = region.finish().unwrap().peak_above_start();
-    let most = |result: i64| (4 * tokens * result + nf4::TILE_BYTES) as u64;
+    let most = |result: i64| (4 * tokens * result + nf4::tile_bytes(Device::Cpu)) as u64;
     assert!(forward <= most(out) && backward <= most(inner), "{forward} {backward}");
-    assert!((forward.min(backward) as i64) > nf4::TILE_BYTES / 2);
+    assert!((forward.min(backward) as i64) > nf4::tile_bytes(Device::Cpu) / 2);
 }
 
 /// Rows in bf16 that are multiplied in fp32 take no memory beside a tile of 384 rows. The bits are those of one product.

@@ -10,6 +10,7 @@ mod lifecycle;
 mod lora_memory;
 mod nf4;
 mod on_cuda;
+mod operators_on_gpu;
 mod recompute;
 mod targets;
 mod writers;

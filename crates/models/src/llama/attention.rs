@@ -9,7 +9,7 @@ use super::{DecoderConfig, norm};
 use crate::attention::{AttentionConfig, AttentionPath, attention, attention_of_rows, has_kernel};
 use crate::error::{Error, Result, wrong_shape};
 use crate::init::Init;
-use crate::linear::Linear;
+use crate::linear::{Linear, project_all};
 use crate::module::{Attention, Context, Module, Projection, Visitor, VisitorMut};
 use crate::norm::RmsNorm;
 
@@ -88,9 +88,7 @@ impl SelfAttention {
     /// Queries, keys and values, `[b, t, width]`.
     fn project(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<[Tensor; 3]> {
         match &self.projections {
-            Projections::Separate { q, k, v } => {
-                Ok([q.forward(x_btd, context)?, k.forward(x_btd, context)?, v.forward(x_btd, context)?])
-            }
+            Projections::Separate { q, k, v } => project_all([&**q, &**k, &**v], x_btd, context),
             Projections::Joint { qkv, widths: [of_queries, of_keys] } => {
                 let joint = qkv.forward(x_btd, context)?;
                 let parts = joint.f_split_with_sizes([*of_queries, *of_keys, *of_keys], -1)?;

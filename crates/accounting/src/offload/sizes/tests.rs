@@ -119,18 +119,21 @@ fn adapters_that_are_not_modelled_are_refused_by_name() {
 
 /// Qwen2.5-0.5B in bf16, q, k, v and o with rank 8, counted manually per token of a block: two norms' outputs, queries and
 /// output of 896, keys and values of 128, gate and up of 4864 in 2 bytes; a log-sum-exp for each of 14 heads, two statistics
-/// and four u of 8 in 4 bytes.
+/// and four u of 8 in 4 bytes; on a GPU u has 2 bytes, and A and B of each projection are kept in 2 bytes.
 #[test]
 fn kept_bytes_of_adapters_match_a_manual_count() {
     let model = presets::find("qwen2.5-0.5b").unwrap();
     let choices = Choices { recipe: Recipe::BF16, norm: NormKernel::Output, ..Choices::default() };
     let work = Workload { batch: 2, sequence: 256 };
-    let block = 2 * (2 * 896 + 2 * 896 + 2 * 128 + 2 * 4864) + 4 * (14 + 2 + 4 * 8);
-    let lora = LowRank::default();
-    let costs = adapters(&model, &lora, work, None, &choices).unwrap();
-    assert_eq!(costs.working.kept.unwrap().bytes, 512 * block);
-    let kept = kept_tensors(&model, Some(&lora), work, &choices).unwrap();
-    assert_eq!(total(&kept).unwrap(), 512 * block);
-    // Tokens and labels, and the rotary table.
-    assert_eq!(costs.working.constant_bytes, 512 * 16 + 32768 * 64 * 4);
+    let token = 2 * (2 * 896 + 2 * 896 + 2 * 128 + 2 * 4864) + 4 * (14 + 2);
+    let factors = 2 * 8 * (4 * 896 + 2 * (896 + 128));
+    for (on_cpu, block) in [(true, 512 * (token + 4 * 4 * 8)), (false, 512 * (token + 2 * 4 * 8) + factors)] {
+        let lora = LowRank { on_cpu, ..LowRank::default() };
+        let costs = adapters(&model, &lora, work, None, &choices).unwrap();
+        assert_eq!(costs.working.kept.unwrap().bytes, block);
+        let kept = kept_tensors(&model, Some(&lora), work, &choices).unwrap();
+        assert_eq!(total(&kept).unwrap(), block);
+        // Tokens and labels, and the rotary table.
+        assert_eq!(costs.working.constant_bytes, 512 * 16 + 32768 * 64 * 4);
+    }
 }

@@ -196,7 +196,7 @@ impl Block {
         if of_input {
             tracker.make(sizes.input);
         }
-        tracker.free(sizes.low);
+        tracker.free(sizes.low + sizes.factors);
     }
 
     /// [`Block::project_back`] with DoRA.

@@ -131,7 +131,7 @@ impl Block {
         tracker.make(sizes.wide_output);
         tracker.touch(sizes.tile);
         let wide_input = if self.rounds { sizes.wide_input } else { 0 };
-        tracker.make(wide_input + sizes.low);
+        tracker.make(wide_input + sizes.low + sizes.factors);
         if self.dropout {
             tracker.touch(sizes.mask + sizes.wide_input);
         }
@@ -143,7 +143,7 @@ impl Block {
         }
         tracker.free(wide_input);
         if !record {
-            tracker.free(sizes.low);
+            tracker.free(sizes.low + sizes.factors);
         }
     }
 

@@ -18,9 +18,9 @@ fn allocations_are_freed_except_listed_tensors() {
     for (model, set) in models().iter().flat_map(|model| (1..1u32 << 7).map(move |set| (model, set))) {
         let one = |which: &Projection| set >> (*which as u32) & 1 == 1;
         let targets = Targets::new(&Projection::ALL.into_iter().filter(one).collect::<Vec<_>>());
-        for flags in 0..32u32 {
+        for flags in 0..64u32 {
             let flag = |bit: u32| flags >> bit & 1 == 1;
-            let lora = LowRank { targets, dropout: flag(2), on_cpu: true, ..LowRank::default() };
+            let lora = LowRank { targets, dropout: flag(2), on_cpu: !flag(5), ..LowRank::default() };
             let options = BlockOptions {
                 tokens: 128,
                 recipe: match (flag(0), flag(4)) {
@@ -32,7 +32,8 @@ fn allocations_are_freed_except_listed_tensors() {
                 trained: Trained::Adapters(&lora),
                 gradients: false,
                 documents: flag(0) && flag(3),
-                widens: flag(0) && flag(4),
+                widens: flag(0) && flag(4) && !flag(5),
+                tile_bytes: crate::memory::nf4::CPU_TILE,
             };
             let block = Block::new(model, &options).unwrap();
             let input = flag(3);
@@ -53,4 +54,31 @@ fn allocations_are_freed_except_listed_tensors() {
             assert_eq!(tracker.live(), u128::from(left), "{targets} {flags:b}");
         }
     }
+}
+
+/// On a GPU u is in the base's dtype, and A and B are kept rounded to it; a base in fp32 keeps the same on both.
+#[test]
+fn a_gpu_keeps_low_rank_products_in_the_dtype_of_the_base() {
+    let model = presets::find("qwen2.5-0.5b").unwrap();
+    let bytes = |recipe, on_cpu| {
+        let lora =
+            LowRank { rank: 8, targets: Targets::new(&[Projection::Query]), on_cpu, ..LowRank::default() };
+        let options = BlockOptions {
+            tokens: 128,
+            recipe,
+            norm: NormKernel::Output,
+            trained: Trained::Adapters(&lora),
+            gradients: false,
+            documents: false,
+            widens: false,
+            tile_bytes: crate::memory::nf4::CPU_TILE,
+        };
+        let items = Block::new(&model, &options).unwrap().kept(true);
+        let of =
+            |name: &str| items.iter().filter(|item| item.name == name).map(|item| item.bytes).sum::<u64>();
+        [of("low-rank products"), of("adapters in 16 bits")]
+    };
+    assert_eq!(bytes(&Recipe::BF16, true), [4 * 128 * 8, 0]);
+    assert_eq!(bytes(&Recipe::BF16, false), [2 * 128 * 8, 2 * 8 * (896 + 896)]);
+    assert_eq!(bytes(&Recipe::FP32, true), bytes(&Recipe::FP32, false));
 }
