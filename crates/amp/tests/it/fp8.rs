@@ -99,11 +99,24 @@ fn results_with_and_without_native_fp8_agree() {
         eprintln!("skipped: no CUDA device");
         return;
     };
-    let (x, w) = (Tensor::randn([64, 128], kind::FLOAT_CPU), Tensor::randn([32, 128], kind::FLOAT_CPU));
-    let _scope = Autocast::fp8().enter();
-    let here = linear(&x, &w, None).unwrap().to_kind(Kind::Float);
-    let there = linear(&x.to_device(device), &w.to_device(device), None).unwrap();
-    let there = there.to_device(Device::Cpu).to_kind(Kind::Float);
-    let off = ((&here - there).norm() / here.norm()).double_value(&[]);
-    assert!(off < 5e-3, "{off}");
+    // Multiples of 16, and sizes of which none is one, which are padded.
+    for (rows, inner, outer) in [(64, 128, 32), (10, 19, 7), (33, 100, 30_522)] {
+        let leaf = |size: [i64; 2], scale: f64| Tensor::randn(size, kind::FLOAT_CPU) * scale;
+        let (x, w, b) = (leaf([rows, inner], 1.0), leaf([outer, inner], 0.1), leaf([1, outer], 1.0).view(-1));
+        let upstream = leaf([rows, outer], 1.0).to_kind(Kind::BFloat16);
+        let run = |device: Device| -> Vec<Tensor> {
+            let leaves = [&x, &w, &b].map(|tensor| tensor.to_device(device).detach().set_requires_grad(true));
+            let y = {
+                let _scope = Autocast::fp8().enter();
+                linear(&leaves[0], &leaves[1], Some(&leaves[2])).unwrap()
+            };
+            runtime::autograd::backward(&[&(&y * upstream.to_device(device)).sum(Kind::Float)]).unwrap();
+            let results = std::iter::once(y.detach()).chain(leaves.iter().map(Tensor::grad));
+            results.map(|tensor| tensor.to_device(Device::Cpu).to_kind(Kind::Float)).collect()
+        };
+        for (index, (here, there)) in run(Device::Cpu).iter().zip(run(device)).enumerate() {
+            let off = ((here - there).norm() / here.norm()).double_value(&[]);
+            assert!(off < 5e-3, "{rows}, {inner}, {outer}: {index} is off by {off}");
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! The CUDA kernels compared with the passes of the CPU in f64, on the same numbers. Prints that it is skipped without a GPU.
 
+mod attention;
 mod dropout;
 mod gradients;
 mod nf4;
