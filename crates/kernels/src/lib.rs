@@ -27,7 +27,7 @@
 //! behind it, `pass_for` chooses one for a device, and `Operands` checks the tensors of a pass. `FRUGAL_CUDA_KERNELS=off` chooses the
 //! operators, and `FRUGAL_CUDA_CHECK=1` finds the launch that failed.
 //!
-//! [`norm`], [`rope`], [`swiglu::silu_mul`], [`attention`] and [`linear`](mod@linear) are nodes of the graph; the other functions record
+//! [`norm`], [`rope`], [`swiglu::silu_mul`], [`attention`], [`linear`](mod@linear) and [`low_rank`] are nodes of the graph; the others record
 //! nothing, and are for use in a hand-written [`Function`](runtime::autograd::Function).
 
 pub mod adam;

@@ -106,7 +106,7 @@ pub fn low_rank_linear(x: &Tensor, projection: &Affine<'_>) -> Result<Tensor> {
     Ok(y)
 }
 
-/// [`low_rank_linear`] of each projection, for all of which x is the input: on a GPU as one autograd function.
+/// [`low_rank_linear`] of each projection of one x: on a GPU as one autograd function.
 ///
 /// # Errors
 /// As [`low_rank_linear`].

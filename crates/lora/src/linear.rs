@@ -63,7 +63,7 @@ pub struct LoraLinear {
     adapters: Vec<Adapter>,
     merged: Arc<Mutex<Option<Merged>>>,
     switch: Arc<Switch>,
-    /// What the switch says about these adapters, since its last change.
+    /// The active adapters as of the switch's last change.
     resolved: Mutex<Option<Arc<Resolved>>>,
 }
 
