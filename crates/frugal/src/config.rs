@@ -70,7 +70,7 @@ pub use techniques::{
     ActivationPlan, ActivationsConfig, Compute, LossConfig, LossHeadKind, MlpConfig, OffloadConfig,
     OffloadMethod, OffloadTier, PrecisionConfig, Recomputed, ScalerConfig,
 };
-pub use training::TrainingConfig;
+pub use training::{CaptureMode, TrainingConfig};
 
 use crate::error::{Error, Result};
 

@@ -7,8 +7,8 @@
 
 use clap::Arg;
 use frugal::config::{
-    ActivationPlan, CheckpointEvery, Compute, DataFormat, Dtype, LossHeadKind, MasterWeights, OffloadMethod,
-    OffloadTier, OptimizerPlace, OptimizerRule, Recomputed,
+    ActivationPlan, CaptureMode, CheckpointEvery, Compute, DataFormat, Dtype, LossHeadKind, MasterWeights,
+    OffloadMethod, OffloadTier, OptimizerPlace, OptimizerRule, Recomputed,
 };
 use frugal::rows::Overlong;
 
@@ -113,7 +113,7 @@ const RUN: &str = "Run";
 /// A model and its data are in the file or among the assignments if no flag gives them.
 const IN_FILE: [&str; 2] = ["config", "set"];
 
-static TABLE: [&[Flag]; 24] = [
+static TABLE: [&[Flag]; 25] = [
     flags! { OPTIONS, FINETUNE;
         "model.name", "--model" ~ "--base-model" ~ "--model-name" ~ "--model-name-or-path" => text("NAME_OR_FOLDER"),
             "A folder in Hugging Face's layout, a name on the hub, such as Qwen/Qwen2.5-0.5B, or the output folder of a training of all weights",
@@ -242,6 +242,10 @@ static TABLE: [&[Flag]; 24] = [
             "Steps between evaluations on the validation data; finetune makes one at the end in any case";
         "training.log_every", "--log-every" | "--read-every" ~ "--logging-steps" => whole("STEPS"),
             "Steps between reads of the loss, which wait for the device [default: 1; for train: 10]";
+    },
+    flags! { LOOP, TRAININGS;
+        "training.capture", "--capture" => choice::<CaptureMode>("MODE"),
+            "Whether a CUDA graph repeats the steps, so that the host does not launch each kernel [default: auto]";
     },
     flags! { MEMORY, TRAININGS | PLAN;
         "training.micro_batch_size", "--micro-batch-size" | "--rows-at-once" => whole("ROWS"),

@@ -85,7 +85,7 @@ const FINETUNE: [Case; 67] = [
     ("training.accumulation", "2", "--accumulation 2"),
     ("training.micro_batch_size", "2", "--micro-batch-size 2"),
 ];
-const LOOP: [Case; 12] = [
+const LOOP: [Case; 13] = [
     ("training.checkpoint_every", "7", "--checkpoint-every 7"),
     ("training.keep", "9", "--keep 9"),
     ("training.ignore_failed_checkpoints", "true", ""),
@@ -94,6 +94,7 @@ const LOOP: [Case; 12] = [
     ("training.baseline", "false", "--no-baseline"),
     ("training.samples", "2", "--samples 2"),
     ("training.log_every", "3", "--log-every 3"),
+    ("training.capture", "\"off\"", "--capture off"),
     ("training.seed", "3", "--seed 3"),
     ("training.device", "\"cpu\"", "--device cpu"),
     ("training.budget", "1073741824", "--budget 1GiB"),

@@ -4,6 +4,18 @@ use serde::{Deserialize, Serialize};
 
 use super::{Bytes, CheckpointEvery};
 
+/// Whether a CUDA graph repeats the steps, so that the host does not launch each kernel ([`training::trainer::captured`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
+#[serde(rename_all = "lowercase")]
+pub enum CaptureMode {
+    /// On CUDA, for trainings that can be captured; a note has the reason for the others.
+    #[default]
+    Auto,
+    /// Never.
+    Off,
+}
+
 /// The training loop.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -41,6 +53,8 @@ pub struct TrainingConfig {
     /// Steps between reading losses from the device.
     #[serde(alias = "read_every")]
     pub log_every: u64,
+    /// Whether a CUDA graph repeats the steps.
+    pub capture: CaptureMode,
     /// Seed of every random choice.
     pub seed: u64,
     /// Device: `auto` (the GPU if one is usable, else the CPU), `cpu`, `cuda` or `cuda:N`. A training writes the one that
@@ -68,6 +82,7 @@ impl Default for TrainingConfig {
             baseline: true,
             samples: 5,
             log_every: 1,
+            capture: CaptureMode::Auto,
             seed: 0,
             device: "auto".to_owned(),
             budget: None,

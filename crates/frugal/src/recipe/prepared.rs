@@ -17,9 +17,9 @@ use training::clip::NonFinite;
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer};
 use training::scaler::GradScaler;
 use training::schedule::LrSchedule;
-use training::trainer::{FailedCheckpoint, Frozen, TrainerConfig};
+use training::trainer::{Capture, FailedCheckpoint, Frozen, TrainerConfig};
 
-use crate::config::{ActivationPlan, Bytes, Config, OptimizerPlace};
+use crate::config::{ActivationPlan, Bytes, CaptureMode, Config, OptimizerPlace, Recomputed};
 use crate::error::{Error, Result};
 use crate::planning::Budget;
 use crate::recipe::Recipe;
@@ -197,12 +197,21 @@ impl Prepared {
                 OptimizerPlace::Host if own.clip == 0.0 => NonFinite::Fail,
                 _ => NonFinite::Skip,
             },
+            capture: match training.capture {
+                CaptureMode::Auto => Capture::Auto,
+                CaptureMode::Off => Capture::Off,
+            },
             ..TrainerConfig::default()
         };
         let mut trainer = Trainer::new(model, optimizer, options)?;
         trainer.schedule = schedule;
         trainer.precision = precision;
         trainer.scaler = scaler;
+        if handles.offload.is_some() {
+            trainer.not_captured = Some("layers are offloaded, so their addresses change".to_owned());
+        } else if config.activations.recompute == Recomputed::Offload {
+            trainer.not_captured = Some("activations are offloaded by a worker of the host".to_owned());
+        }
         Ok((trainer, handles))
     }
 }
