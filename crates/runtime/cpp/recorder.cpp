@@ -156,7 +156,8 @@ struct rt_recording {
   std::unordered_map<const c10::StorageImpl*, Origin> origins;
   std::unordered_set<const c10::StorageImpl*> external;
 
-  Operand describe(const at::Tensor& tensor, bool written) {
+  // `written` is whether the operator writes the tensor, `viewed` whether it only makes a view of it, which reads nothing.
+  Operand describe(const at::Tensor& tensor, bool written, bool viewed) {
     Operand operand;
     if (!tensor.defined()) return operand;
     operand.dtype = tensor.scalar_type();
@@ -174,7 +175,7 @@ struct rt_recording {
     operand.call = made->second.call;
     operand.output = made->second.output;
     auto& origin = made->second;
-    if (origin.written) return operand;
+    if (origin.written || viewed) return operand;
     const auto content = written && !origin.zeros ? std::string() : content_of(tensor);
     const bool is_zero = origin.zeros && content.find_first_not_of('\0') == std::string::npos;
     if (written) {
@@ -199,10 +200,11 @@ struct rt_recording {
     std::unordered_set<const c10::StorageImpl*> given;
     for (size_t i = 0; i < count; ++i) {
       const bool written = writes(schema.arguments()[i]);
+      const bool viewed = !written && schema.arguments()[i].alias_info() != nullptr;
       mutates |= written;
       auto& operands = call.operands.emplace_back();
       call.inputs.push_back(map_tensors(arguments[i], [&](const at::Tensor& tensor) {
-        operands.push_back(describe(tensor, written));
+        operands.push_back(describe(tensor, written, viewed));
         if (tensor.defined()) given.insert(storage_of(tensor));
         return without_graph(tensor);
       }));

@@ -1,5 +1,6 @@
 //! The tests of `frugal` that need only its public interface: one binary, a module per behaviour.
 
+mod captured;
 mod cast_cache;
 mod config;
 mod conversation_tokens;

@@ -1,0 +1,146 @@
+//! Each technique in steps that a recorder repeats in the place of a CUDA graph: the bits are those of the loop's own steps, or the step
+//! is refused with the reason.
+
+use std::fmt::Write;
+use std::sync::{Arc, Mutex};
+
+use expect_test::expect;
+use frugal::config::Dtype;
+use frugal::models::module;
+use frugal::runtime::device::graph::OperatorsOnly;
+use frugal::training::masked_rows::{Layout, MaskedBatches};
+use frugal::training::observer::{Observer, StepRecord};
+use frugal::{Config, Recipe};
+use tch::{Device, Tensor};
+
+use crate::pairs::{base, prepare, rows};
+use crate::techniques::{Family, TECHNIQUES};
+
+const STEPS: u64 = 8;
+
+#[derive(Clone, Default)]
+struct Figures(Arc<Mutex<Vec<[u64; 2]>>>);
+
+impl Observer for Figures {
+    fn on_step(&mut self, record: &StepRecord) -> frugal::training::Result<()> {
+        let norm = record.gradient_norm.unwrap_or(0.0);
+        self.0.lock().unwrap().push([record.loss.to_bits(), norm.to_bits()]);
+        Ok(())
+    }
+}
+
+struct Outcome {
+    figures: Vec<[u64; 2]>,
+    weights: Vec<Tensor>,
+    replays: u64,
+}
+
+fn run(config: &Config, captured: bool) -> Result<Outcome, String> {
+    let _operators = OperatorsOnly::enter();
+    let text = |error: &dyn std::error::Error| error.to_string();
+    frugal::runtime::random::seed(1).unwrap();
+    let recipe = Recipe::new(config).map_err(|error| text(&error))?;
+    let prepared = prepare(&recipe, Family::Llama).map_err(|error| text(&error))?;
+    let layout = Layout {
+        batch: config.training.batch,
+        packed: config.data.packing,
+        shuffle: Some(1),
+        ..Layout::default()
+    };
+    let mut data = MaskedBatches::new(rows(), layout, Device::Cpu).map_err(|error| text(&error))?;
+    let (mut trainer, _handles) = prepared.trainer(STEPS).map_err(|error| text(&error))?;
+    let figures = Figures::default();
+    trainer.observers.push(Box::new(figures.clone()));
+    if captured {
+        trainer.record_steps();
+    }
+    trainer.run(&mut data, None).map_err(|error| text(&error))?;
+    let weights = module::tensors(trainer.model.as_ref());
+    let weights = weights.iter().map(|named| named.tensor.detach().nan_to_num(1e9, None, None)).collect();
+    let figures = figures.0.lock().unwrap().clone();
+    Ok(Outcome { figures, weights, replays: trainer.replays() })
+}
+
+/// Returns a line about a training with and without a recorder.
+fn compared(config: &Config) -> String {
+    let recorded = match run(config, true) {
+        Ok(recorded) => recorded,
+        Err(error) => return format!("refused: {error}"),
+    };
+    let own = run(config, false).unwrap();
+    let same = own.figures == recorded.figures && own.weights == recorded.weights;
+    format!(
+        "{} of {STEPS} steps repeated, {}",
+        recorded.replays,
+        if same { "the same bits" } else { "OTHER BITS" }
+    )
+}
+
+#[test]
+fn every_technique_has_its_bits_in_repeated_steps_or_is_refused() {
+    let mut lines = String::new();
+    let mut check = |name: &str, set: &dyn Fn(&mut Config)| {
+        let mut config = base();
+        set(&mut config);
+        writeln!(lines, "{name}: {}", compared(&config)).unwrap();
+    };
+    check("none", &|_| {});
+    for technique in &TECHNIQUES {
+        check(technique.name, &|config| (technique.set)(config, Family::Llama));
+    }
+    let lora = TECHNIQUES.iter().find(|technique| technique.name == "LoRA").unwrap();
+    let named = |name: &str| TECHNIQUES.iter().find(|technique| technique.name == name).unwrap();
+    let with = |config: &mut Config, dropout: f64, others: &[&str]| {
+        (lora.set)(config, Family::Llama);
+        if let Some(adapter) = &mut config.adapter {
+            adapter.lora_dropout = dropout;
+        }
+        others.iter().for_each(|other| (named(other).set)(config, Family::Llama));
+    };
+    check("LoRA with dropout", &|config| with(config, 0.2, &[]));
+    check("LoRA with dropout, recompute layers", &|config| with(config, 0.2, &["recompute layers"]));
+    check("LoRA with dropout, fused loss, bf16, packing", &|config| {
+        with(config, 0.2, &["fused loss", "bf16", "packing"]);
+    });
+    check("LoRA over NF4 with dropout", &|config| {
+        with(config, 0.2, &["fused loss"]);
+        config.model.dtype = Some(Dtype::Nf4);
+    });
+    expect![[r#"
+        none: 5 of 8 steps repeated, the same bits
+        LoRA: 5 of 8 steps repeated, the same bits
+        DoRA: 5 of 8 steps repeated, the same bits
+        fused loss: 5 of 8 steps repeated, the same bits
+        fused loss, gradients in backward: 5 of 8 steps repeated, the same bits
+        recompute layers: 5 of 8 steps repeated, the same bits
+        recompute elementwise: 5 of 8 steps repeated, the same bits
+        recompute MLPs: 5 of 8 steps repeated, the same bits
+        recompute attention: 5 of 8 steps repeated, the same bits
+        offload inputs: refused: captured steps: activations are offloaded by a worker of the host
+        recompute every second layer: 5 of 8 steps repeated, the same bits
+        keep activations: 5 of 8 steps repeated, the same bits
+        activation plan: 5 of 8 steps repeated, the same bits
+        MLP level input-only: 5 of 8 steps repeated, the same bits
+        MLP level save-one: 5 of 8 steps repeated, the same bits
+        MLP level input-only-tiled: 5 of 8 steps repeated, the same bits
+        offload, overlap: refused: captured steps: layers are offloaded, so their addresses change
+        offload, function: refused: captured steps: layers are offloaded, so their addresses change
+        offload, checkpointing: refused: captured steps: layers are offloaded, so their addresses change
+        offload, a resident layer: refused: captured steps: layers are offloaded, so their addresses change
+        offload to files: refused: `offload.tier = "file"` with full fine-tuning and `optimizer.place = "device"` cannot be combined: the optimizer's state of trained layers in files is in files, too; use `optimizer.place = "host"`, train an adapter, or use `offload.tier = "host"`
+        layers and optimizer in files: refused: captured steps: layers are offloaded, so their addresses change
+        bf16: 5 of 8 steps repeated, the same bits
+        fp16: refused: captured steps: the loss scaler decides on the host; give one that decides on the device
+        fp8: 5 of 8 steps repeated, the same bits
+        optimizer on the host: refused: `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`
+        accumulation: 1 of 8 steps repeated, the same bits
+        fewer rows at a time: 5 of 8 steps repeated, the same bits
+        no clipping: 5 of 8 steps repeated, the same bits
+        a frozen layer: 5 of 8 steps repeated, the same bits
+        packing: 5 of 8 steps repeated, the same bits
+        LoRA with dropout: 5 of 8 steps repeated, the same bits
+        LoRA with dropout, recompute layers: 5 of 8 steps repeated, the same bits
+        LoRA with dropout, fused loss, bf16, packing: 5 of 8 steps repeated, the same bits
+        LoRA over NF4 with dropout: 5 of 8 steps repeated, the same bits
+    "#]].assert_eq(&lines);
+}
