@@ -23,7 +23,7 @@ use crate::programs::Programs;
 use crate::workspace::Workspace;
 use background::Background;
 use part::Day;
-use plan::{Plans, Work};
+use plan::Plans;
 use table::{Row, Verdict};
 
 /// Where to run, and for how long.
@@ -67,8 +67,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     let packages = ["experiments".to_owned(), "frugal-cli".to_owned()];
     let rehearsal = args.device == Device::Cpu;
     let optimization = if rehearsal { Optimization::Dev } else { Optimization::Release };
-    let with_tests = plan.parts.iter().any(|part| matches!(part.work, Work::Tests(_)));
-    let programs = if rehearsal && with_tests && workspace.bundle.is_none() {
+    let programs = if rehearsal && workspace.bundle.is_none() {
         Programs::beside_tests(workspace, &packages, args.device)?
     } else {
         Programs::prepare(workspace, &packages, args.device, optimization)?

@@ -62,10 +62,10 @@ impl<'a> Programs<'a> {
         let made = cargo::executables(workspace, &["test", "--workspace", "--tests", "--no-run"])?;
         let programs = made.into_iter().filter(|executable| !executable.test);
         let paths: BTreeMap<_, _> = programs.map(|program| (program.package, program.path)).collect();
-        match packages.iter().find(|package| !paths.contains_key(*package)) {
-            Some(package) => anyhow::bail!("the package {package} has no program beside its tests"),
-            None => Ok(Self::of(workspace, paths)),
+        if packages.iter().all(|package| paths.contains_key(package)) {
+            return Ok(Self::of(workspace, paths));
         }
+        Self::prepare(workspace, packages, device, Optimization::Dev)
     }
 
     fn of(workspace: &'a Workspace, paths: BTreeMap<String, PathBuf>) -> Self {

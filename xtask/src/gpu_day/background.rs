@@ -14,6 +14,7 @@ use anyhow::{Context, Result};
 use super::part::{Day, end_group, found, how_it_ended};
 use super::plan::BackgroundWork;
 use super::table::{Row, Verdict};
+use crate::compare::NO_MODULE;
 use crate::pages::Folder;
 
 /// Background work that was started, or why it was not.
@@ -87,6 +88,9 @@ impl Background {
         let verdict = match self.state {
             State::NotStarted(why) => Verdict::Skipped(why),
             State::Ended(status) if status.success() => Verdict::Passed,
+            State::Ended(status) if status.code() == Some(i32::from(NO_MODULE)) => {
+                Verdict::Skipped(how_it_ended(status, &log))
+            }
             State::Ended(status) => Verdict::Failed(how_it_ended(status, &log)),
             State::Runs(_) | State::Late => {
                 Verdict::Late { seconds, kept: "what it compiled is kept".into() }
