@@ -217,8 +217,11 @@ impl Block for Gpt2Block {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let rate = if context.training { self.dropout } else { 0.0 };
         let update = self.attn.forward(&self.ln_1.forward(x_btd)?, context)?;
-        let x = x_btd.f_add(&dropout(update, rate, context.training)?)?;
-        let update = self.mlp.forward(&self.ln_2.forward(&x)?, context)?;
+        let update = dropout(update, rate, context.training)?;
+        let (x, normed) = self.ln_2.add(x_btd, &update)?;
+        drop(update);
+        let update = self.mlp.forward(&normed, context)?;
+        drop(normed);
         Ok(x.f_add(&dropout(update, rate, context.training)?)?)
     }
 }

@@ -1,6 +1,6 @@
 //! Normalisations of the last dimension.
 
-use kernels::norm::{Keep, Options, layer_norm, rms_norm};
+use kernels::norm::{Keep, Norm, Options, add_norm, layer_norm, rms_norm};
 use runtime::ops::TryScalar;
 use runtime::precision;
 use runtime::tensor_layout::TensorLayout;
@@ -59,6 +59,23 @@ impl LayerNorm {
         }
         layer_norm(x, Some(&self.weight), Some(&self.bias), options(kind, self.eps))
     }
+
+    /// Returns s = x + update, both `[…, width]`, and its norm. In one pass, if the two have one dtype.
+    ///
+    /// # Errors
+    /// As [`LayerNorm::forward`].
+    pub fn add(&self, x: &Tensor, update: &Tensor) -> Result<(Tensor, Tensor)> {
+        let fused = self.kernel == NormKernel::Fused;
+        let Some(kind) = fused.then(|| one_kind(x, update)).transpose()?.flatten() else {
+            let sum = x.f_add(update)?;
+            let norm = self.forward(&sum)?;
+            return Ok((sum, norm));
+        };
+        check("layer norm", x, &self.weight)?;
+        let (weight, bias, options) = (Some(&self.weight), Some(&self.bias), options(kind, self.eps));
+        let (norm, sum) = add_norm(Norm::Layer, update, x, weight, bias, options)?;
+        Ok((sum, norm))
+    }
 }
 
 /// y = x/√(mean(x²) + eps) ⊙ (w + offset) (Zhang & Sennrich 2019).
@@ -96,13 +113,42 @@ impl RmsNorm {
     /// Another width or dtype.
     pub fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let kind = check("RMS norm", x, &self.weight)?;
+        let shifted = self.shifted_weight()?;
+        rms_norm(x, Some(shifted.as_ref().unwrap_or(&self.weight)), options(kind, self.eps))
+    }
+
+    /// Returns s = x + update, both `[…, width]`, and its norm. In one pass, if the two have one dtype.
+    ///
+    /// # Errors
+    /// As [`RmsNorm::forward`].
+    pub fn add(&self, x: &Tensor, update: &Tensor) -> Result<(Tensor, Tensor)> {
+        let Some(kind) = one_kind(x, update)? else {
+            let sum = x.f_add(update)?;
+            let norm = self.forward(&sum)?;
+            return Ok((sum, norm));
+        };
+        check("RMS norm", x, &self.weight)?;
+        let shifted = self.shifted_weight()?;
+        let weight = Some(shifted.as_ref().unwrap_or(&self.weight));
+        let (norm, sum) = add_norm(Norm::Rms, update, x, weight, None, options(kind, self.eps))?;
+        Ok((sum, norm))
+    }
+
+    /// Returns w + offset, if there is an offset.
+    fn shifted_weight(&self) -> Result<Option<Tensor>> {
         if self.offset == 0.0 {
-            return rms_norm(x, Some(&self.weight), options(kind, self.eps));
+            return Ok(None);
         }
         let wide = if self.weight.kind() == Kind::Double { Kind::Double } else { Kind::Float };
-        let weight = self.weight.f_to_kind(wide)?.try_add_scalar(self.offset)?;
-        rms_norm(x, Some(&weight), options(kind, self.eps))
+        Ok(Some(self.weight.f_to_kind(wide)?.try_add_scalar(self.offset)?))
     }
+}
+
+/// Returns the dtype of two tensors of one dtype, shape and device.
+fn one_kind(x: &Tensor, update: &Tensor) -> Result<Option<Kind>> {
+    let (x, update) = (TensorLayout::of(x)?, TensorLayout::of(update)?);
+    let alike = x.kind() == update.kind() && x.size() == update.size() && x.device() == update.device();
+    Ok(alike.then_some(x.kind()))
 }
 
 /// Keeps the output if the next product keeps it too, so that the residual stream is freed. Under a policy that makes the

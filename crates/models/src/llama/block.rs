@@ -65,27 +65,15 @@ impl LlamaBlock {
         }
     }
 
-    /// x + m·post(branch(pre(x))).
-    fn residual(
-        &self,
-        x: &Tensor,
-        number: usize,
-        branch: impl FnOnce(&Tensor) -> Result<Tensor>,
-    ) -> Result<Tensor> {
-        let [pre, post] = self.around(number);
-        let mut update = match pre {
-            Some(norm) => branch(&norm.forward(x)?)?,
-            // A node of its own adds up the branch's gradients before the residual's, as a norm does: sums have one order, whether
-            // the branch is recomputed or not.
-            None => branch(&x.f_alias()?)?,
-        };
-        if let Some(norm) = post {
+    /// m·post(update) of a branch.
+    fn after(&self, number: usize, mut update: Tensor) -> Result<Tensor> {
+        if let [_, Some(norm)] = self.around(number) {
             update = norm.forward(&update)?;
         }
         if self.residual_multiplier != 1.0 {
             update = update.try_mul_scalar(self.residual_multiplier)?;
         }
-        Ok(x.f_add(&update)?)
+        Ok(update)
     }
 }
 
@@ -107,7 +95,25 @@ impl Module for LlamaBlock {
 
 impl Block for LlamaBlock {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        let x = self.residual(x_btd, 0, |x| self.self_attn.forward(x, context))?;
-        self.residual(&x, 1, |x| self.mlp.forward(x, context))
+        // Without a norm, a node of its own adds up a branch's gradients before the residual's, as a norm does: sums have one order,
+        // whether the branch is recomputed or not.
+        let normed = match self.around(0) {
+            [Some(norm), _] => norm.forward(x_btd)?,
+            [None, _] => x_btd.f_alias()?,
+        };
+        let update = self.after(0, self.self_attn.forward(&normed, context)?)?;
+        drop(normed);
+        let (x, normed) = match self.around(1) {
+            [Some(norm), _] => norm.add(x_btd, &update)?,
+            [None, _] => {
+                let x = x_btd.f_add(&update)?;
+                let alias = x.f_alias()?;
+                (x, alias)
+            }
+        };
+        drop(update);
+        let update = self.after(1, self.mlp.forward(&normed, context)?)?;
+        drop(normed);
+        Ok(x.f_add(&update)?)
     }
 }
