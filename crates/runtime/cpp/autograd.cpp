@@ -343,9 +343,10 @@ rt_status rt_node_attach(rt_node* handle, const Tensor* const* inputs, size_t in
         const Tensor& connected = *results[output - own.fresh.begin()];
         node->saved_.emplace_back(connected, connected.grad_fn().get() == node.get());
       } else {
-        // An intermediate has no history. It is detached, because a view of an output would keep the output, and with it this
-        // node, alive; the version counter stays shared.
-        node->saved_.emplace_back(saved.detach(), /*is_output=*/false);
+        // An intermediate has no history. A view is detached, because one of an output would keep the output, and with it this
+        // node, alive; so is a captured tensor with history. The version counter stays shared.
+        const bool alone = !saved.is_view() && !saved.requires_grad();
+        node->saved_.emplace_back(alone ? saved : saved.detach(), /*is_output=*/false);
       }
     }
     for (size_t i = 0; i < output_count; i++) *outputs[i] = *results[i];
