@@ -5,11 +5,13 @@ use runtime::Result;
 use runtime::autograd::retain::{active, kept};
 use runtime::autograd::{Backward, Forward, Function, apply};
 use runtime::precision;
+use runtime::tensor_layout::TensorLayout;
+use smallvec::SmallVec;
 use tch::{Device, Kind, Tensor};
 
 use crate::gpu;
 use crate::matmul::{MIN_DIMENSION, mm, mm_into};
-use crate::nf4::is_nf4;
+use crate::nf4::Scales;
 
 /// Computes x·Wᵀ + b over the last dimension, in the dtypes of this thread's [`runtime::precision`] policy: x `[…, in]`, W `[out, in]`,
 /// b `[out]`.
@@ -27,39 +29,47 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 /// ```
 ///
 /// On the CPU, products of fp32, bf16 and fp16 with at least [`MIN_DIMENSION`] rows of x and of W are those of [`crate::matmul`]; all
-/// others, and those of a backward that is recorded for a second derivative, are libtorch's.
+/// others, and those of a backward that is recorded for a second derivative, are libtorch's. The graph has one node for the layer, except
+/// for a trained weight whose products are libtorch's: then it is libtorch's composite.
 ///
 /// A weight in NF4 ([`nf4`](crate::nf4)) is frozen, and x and b may have any floating dtype.
 ///
 /// # Errors
 /// Errors of libtorch.
 pub fn product(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-    if is_nf4(weight) {
+    let layouts = (TensorLayout::of(x)?, TensorLayout::of(weight)?, bias.map(TensorLayout::of).transpose()?);
+    let (of_x, of_weight, of_bias) = (&layouts.0, &layouts.1, layouts.2.as_ref());
+    if Scales::of(of_weight.kind()).is_some() && of_weight.size().len() == 2 {
         return crate::nf4::linear(x, weight, bias);
     }
-    let by_mm = is_by_mm(x, weight, bias);
-    if !by_mm && !active() {
+    let by_mm = is_by_mm(of_x, of_weight, of_bias);
+    // Under a frozen weight, one node instead of the three of libtorch's composite, with the same products.
+    let is_frozen = !of_weight.is_recorded() && of_bias.is_none_or(|bias| !bias.is_recorded());
+    if !by_mm && !active() && !(of_x.is_recorded() && is_frozen) {
         return Ok(x.f_linear(weight, bias)?);
     }
-    let mut inputs = vec![x, weight];
+    let mut inputs: SmallVec<[&Tensor; 3]> = SmallVec::from_slice(&[x, weight]);
     inputs.extend(bias);
-    let function = Linear { shape: x.size(), inputs: inputs.len(), saved: [false; 2], by_mm };
+    let shape = of_x.size().to_vec();
+    let function = Linear { shape, inputs: inputs.len(), saved: [false; 2], by_mm };
     let [y] = apply(function, &inputs)?;
     Ok(y)
 }
 
 /// Returns whether the products are those of [`crate::matmul`]. Operands that do not fit are left to libtorch, whose error names the reason.
-fn is_by_mm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> bool {
+fn is_by_mm(x: &TensorLayout, weight: &TensorLayout, bias: Option<&TensorLayout>) -> bool {
     let (shape, kind) = (x.size(), x.kind());
     let Some((&width, leading)) = shape.split_last() else { return false };
-    let &[out, stored] = &weight.size()[..] else { return false };
-    let on_cpu =
-        |tensor: &Tensor| tensor.device() == Device::Cpu && tensor.kind() == kind && !tensor.is_sparse();
+    let &[out, stored] = weight.size() else { return false };
+    let on_cpu = |tensor: &TensorLayout| {
+        tensor.device() == Device::Cpu && tensor.kind() == kind && tensor.is_strided()
+    };
     computes_on(x.device())
         && !gpu::is_chosen(x.device())
         && matches!(kind, Kind::Float | Kind::BFloat16 | Kind::Half)
         && [Some(x), Some(weight), bias].into_iter().flatten().all(on_cpu)
-        && (width, bias.map(Tensor::size)) == (stored, bias.map(|_| vec![out]))
+        && width == stored
+        && bias.is_none_or(|bias| bias.size() == [out])
         && width > 0
         && leading.iter().product::<i64>().min(out) >= MIN_DIMENSION
 }
