@@ -11,6 +11,7 @@ mod lora_memory;
 mod offload_command_line;
 mod predicted_peaks;
 mod sharding;
+mod step_calls;
 mod swiglu_ckpt_peak;
 mod vocabulary_parallel_bytes;
 
