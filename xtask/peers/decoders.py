@@ -14,8 +14,12 @@ SHAPES = {
         vocab_size=4096, hidden_size=128, intermediate_size=704, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=32768, tie_word_embeddings=True,
     ),
+    "narrow": dict(
+        vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=24, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32768, tie_word_embeddings=True,
+    ),
 }
-NAMES = {"qwen2.5-0.5b": "Qwen2.5-0.5B", "tiny": "tiny"}
+NAMES = {"qwen2.5-0.5b": "Qwen2.5-0.5B", "tiny": "tiny", "narrow": "24 layers of width 32"}
 
 
 def qwen2(shape, dtype, device):
