@@ -45,7 +45,8 @@ pub fn product(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Ten
     let by_mm = is_by_mm(of_x, of_weight, of_bias);
     // Under a frozen weight, one node instead of the three of libtorch's composite, with the same products.
     let is_frozen = !of_weight.is_recorded() && of_bias.is_none_or(|bias| !bias.is_recorded());
-    if !by_mm && !active() && !(of_x.is_recorded() && is_frozen) {
+    let needs_node = by_mm || active() || of_x.is_recorded() && is_frozen;
+    if !needs_node {
         return Ok(x.f_linear(weight, bias)?);
     }
     let mut inputs: SmallVec<[&Tensor; 3]> = SmallVec::from_slice(&[x, weight]);

@@ -190,9 +190,9 @@ impl RotaryTable {
         let head = self.head();
         for (name, x) in [("q", &q), ("k", &k)] {
             let x_size = x.size();
-            let fits = match x_size {
-                &[batch, sequence, _, width] => width == head && [batch, sequence] == size[..2],
-                &[batch, sequence, width] => width % head == 0 && [batch, sequence] == size[..2],
+            let fits = match *x_size {
+                [batch, sequence, _, width] => width == head && [batch, sequence] == size[..2],
+                [batch, sequence, width] => width % head == 0 && [batch, sequence] == size[..2],
                 _ => false,
             };
             if !fits {

@@ -300,19 +300,19 @@ fn check_sizes([shape, of_k, of_v]: [&[i64]; 3], options: &AttentionConfig) -> R
     let operation = "attention";
     let &[batch, sequence, heads, head] = shape else {
         let expected = "[batch, sequence, heads, head]".to_owned();
-        return Err(wrong_shape(operation, "q", shape.to_vec(), expected));
+        return Err(wrong_shape(operation, "q", shape, expected));
     };
     let kv_heads = of_k.get(2).copied().unwrap_or(0);
     if of_k.len() != 4 || [of_k[0], of_k[1], of_k[3]] != [shape[0], shape[1], shape[3]] {
         let expected = format!("[{}, {}, heads, {}], as q", shape[0], shape[1], shape[3]);
-        return Err(wrong_shape(operation, "k", of_k.to_vec(), expected));
+        return Err(wrong_shape(operation, "k", of_k, expected));
     }
     if kv_heads < 1 || shape[2] % kv_heads != 0 {
         let reason = format!("{kv_heads} key heads do not divide {} query heads", shape[2]);
         return Err(Error::invalid(operation, reason));
     }
     if of_v != of_k {
-        return Err(wrong_shape(operation, "v", of_v.to_vec(), format!("{of_k:?}, as k")));
+        return Err(wrong_shape(operation, "v", of_v, format!("{of_k:?}, as k")));
     }
     let &AttentionConfig { dropout, scale, window, softcap, .. } = options;
     let refuse = |reason: String| Err(Error::invalid(operation, reason));

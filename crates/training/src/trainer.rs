@@ -48,7 +48,7 @@ use crate::split_mix::split_mix;
 pub use best::{Best, BestWeights};
 use captured::CapturedSteps;
 use failed_step::BeforeStep;
-use figures::Figures;
+use figures::Pending;
 use frozen::Fingerprint;
 pub use frozen::Frozen;
 pub use options::{Capture, FailedCheckpoint, TrainerConfig};
@@ -71,17 +71,6 @@ pub enum StopReason {
     Interrupted,
     /// [`TrainerConfig::patience`] evaluations in a row were not better than the best.
     StoppedEarly,
-}
-
-/// A step whose loss is still on the device.
-struct Pending {
-    record: StepRecord,
-    denominator: f64,
-    /// Fp64: the summed loss; the number of correct predictions, if requested; the device's decision ([`Figures`]), if it
-    /// decided.
-    sums: Tensor,
-    /// How many of them are sums.
-    parts: usize,
 }
 
 /// A step up to its update.
@@ -462,36 +451,6 @@ impl Trainer {
 
     pub(crate) fn enter_precision(&self) -> Option<PolicyGuard> {
         self.precision.clone().map(|policy| precision::enter(Some(policy)))
-    }
-
-    /// Reads the losses that are still on the device, in one copy, and reports them.
-    fn read_losses(&mut self) -> Result<()> {
-        if self.pending.is_empty() {
-            return Ok(());
-        }
-        let sums: Vec<&Tensor> = self.pending.iter().map(|step| &step.sums).collect();
-        let values = runtime::ops::read(&Tensor::f_cat(&sums, 0)?)?;
-        let mut values = values.as_slice();
-        // What fails at one step must not keep the later ones, which are not read again, from the observers.
-        let mut failed = Ok(());
-        for Pending { mut record, denominator, sums, parts } in std::mem::take(&mut self.pending) {
-            let (own, rest) = values.split_at(sums.numel());
-            values = rest;
-            let (sums, figures) = own.split_at(parts);
-            record.loss = sums[0] / denominator;
-            record.accuracy = sums.get(1).map(|right| right / denominator);
-            let learned = match Figures::of(figures) {
-                Some(figures) => self.read_figures(&figures, &mut record),
-                None => Ok(()),
-            };
-            let observed = self.tell(|observer| observer.on_step(&record));
-            self.trouble.observe(&record);
-            let explained = self.explain_first(&record);
-            let seen = self.watch.observe(record.step, record.loss, self.options.divergence);
-            let seen = seen.map_err(|error| self.with_last_checkpoint(error));
-            failed = failed.and(observed).and(learned).and(explained).and(seen);
-        }
-        failed
     }
 
     /// Calls every observer, also after one that fails. Returns the first failure.

@@ -12,8 +12,11 @@ use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, DeviceOptimizer, Group};
 use training::trainer::{Trainer, TrainerConfig};
 
+/// Number, loss, scale, and whether it was skipped; floating-point numbers as bits.
+type Step = (u64, u64, u64, bool);
+
 #[derive(Clone, Default)]
-struct Steps(Arc<Mutex<Vec<(u64, u64, u64, bool)>>>);
+struct Steps(Arc<Mutex<Vec<Step>>>);
 
 impl Observer for Steps {
     fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {

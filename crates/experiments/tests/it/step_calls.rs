@@ -40,7 +40,7 @@ fn a_lora_step_makes_few_calls_and_allocations() {
     assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
     // A dump for each step: the first one fills caches, and the measurement is set up before the second one.
     let [third, fourth] = [3, 4].map(|dump| Counts::read(&folder.path().join(format!("calls.{dump}"))));
-    println!("{fourth:?}");
+    eprintln!("{fourth:?}");
     assert_eq!(third.calls, fourth.calls, "each step makes the same calls");
     let Counts { calls, allocations } = fourth;
     assert!((1000..=MOST_CALLS).contains(&calls), "{calls} calls; at most {MOST_CALLS}");

@@ -11,7 +11,8 @@ fn drawn(shapes: &[&[i64]]) -> Vec<Tensor> {
     shapes.iter().map(draw).collect()
 }
 
-const MASKS: [Option<Mask>; 3] = [Some(Mask { rate: 0.3, seed: Seed::Host(1) }), None, Some(Mask { rate: 0.5, seed: Seed::Host(2) })];
+const MASKS: [Option<Mask>; 3] =
+    [Some(Mask { rate: 0.3, seed: Seed::Host(1) }), None, Some(Mask { rate: 0.5, seed: Seed::Host(2) })];
 
 fn terms(tensors: &[Tensor], masks: [Option<Mask>; 3]) -> Vec<Term<'_>> {
     let pairs = tensors.chunks(2).zip(masks);

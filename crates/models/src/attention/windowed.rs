@@ -75,7 +75,7 @@ pub(crate) fn attention_of_rows(
     let [_, sequence, ..] = check_sizes(sizes.each_ref().map(Vec::as_slice), options)?;
     let &AttentionConfig { scale, softcap: cap, .. } = options;
     let options = CausalOptions { scale, window: options.window.filter(|&window| window < sequence), cap };
-    Ok(precision::attend(q, k, v, &|q, k, v| fused::causal_attention_of_rows(q, k, v, head, options))?)
+    precision::attend(q, k, v, &|q, k, v| fused::causal_attention_of_rows(q, k, v, head, options))
 }
 
 /// Returns whether the kernel of `kernels` computes this attention. It supports windows, soft caps and grouped heads, but no dropout.

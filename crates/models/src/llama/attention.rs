@@ -137,12 +137,7 @@ impl Attention for SelfAttention {
             let layout = TensorLayout::of(joint)?;
             let &[batch, sequence, width] = layout.size() else {
                 let expected = "[batch, sequence, heads·head]".to_owned();
-                return Err(wrong_shape(
-                    "attention",
-                    "a projection's result",
-                    layout.size().to_vec(),
-                    expected,
-                ));
+                return Err(wrong_shape("attention", "a projection's result", layout.size(), expected));
             };
             Ok(joint.f_view([batch, sequence, width / self.head, self.head])?)
         };
