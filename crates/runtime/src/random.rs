@@ -27,7 +27,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::sys::random as sys;
-pub use step_seeds::{StepSeed, StepSeeds, step_base, step_seed};
+pub use step_seeds::{StepSeed, StepSeeds, begin_step_part, step_base, step_seed};
 pub(crate) use step_seeds::{calls, set_calls};
 
 /// The magic number of [`RandomState::to_bytes`].

@@ -32,7 +32,7 @@ use std::time::Instant;
 use models::module::LanguageModel;
 use runtime::precision::{self, Policy, PolicyGuard};
 use runtime::profile::range;
-use runtime::random::{RandomState, StepSeeds};
+use runtime::random::{RandomState, StepSeeds, begin_step_part};
 use tch::{Device, Kind, Tensor};
 
 use crate::accumulation::{MicroBatches, fetch, forward};
@@ -427,6 +427,7 @@ impl Trainer {
                 self.reduce(share.as_ref(), number, micro, timings)?;
                 continue;
             }
+            begin_step_part(number as u64);
             self.optimizer.set_idle(owner == Owner::Idle);
             let model = self.model.as_ref();
             let output = timed("forward", &mut timings.forward, || forward(model, batch, true, accuracy))?;

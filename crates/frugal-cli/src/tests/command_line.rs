@@ -150,7 +150,7 @@ fn folders_are_described_by_their_headers() {
         data             FOLDER/problems
         state            finished after 1 of 1 steps
         loss             8.7009 to 8.7009
-        validation loss  8.3738
+        validation loss  8.3754
         next             frugal generate --model adapter --prompt TEXT
         adapter          LoRA
         rank             4

@@ -196,7 +196,7 @@ fn a_plan_for_a_card(session: &Session) {
         in host memory                            12.2 GiB
         tokens that hide loads, forward           4,800
         tokens that hide loads, backward, frozen  2,400
-        more memory                               --budget 40556MiB: keep all, 8.11 s a step
+        more memory                               --budget 40551MiB: keep all, 8.11 s a step
         less memory                               --budget 6276MiB: layers in host memory, ring 1, 15.8 s a step
         flags of finetune                         --offload host --ring 4 --set 'offload.keep=[16,17,18,19,20,21,22,23,24,25,26,27]' --micro-batch-size 2 --dtype bfloat16 --max-length 2048 --budget 10GiB
     "#]].assert_eq(&plan(session, &flags));

@@ -36,12 +36,18 @@ impl Drop for StepSeeds {
     }
 }
 
+/// Begins a part of the step that runs, such as a micro-batch: its calls are numbered from `part`·2³² on, however many seeds other parts
+/// draw, here or on another rank. Does nothing outside of a step.
+pub fn begin_step_part(part: u64) {
+    set_calls(part << 32);
+}
+
 /// A seed of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepSeed {
     /// The step's base.
     pub base: u64,
-    /// The number of the call, from 0.
+    /// The number of the call, from 0 in each part of the step at its own multiple of 2³².
     pub call: u64,
     /// Whether the base has to be read from the device ([`step_base`]), because a graph repeats the call.
     pub on_device: bool,

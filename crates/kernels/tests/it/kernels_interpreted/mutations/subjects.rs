@@ -204,9 +204,10 @@ fn many(program: &Program) -> Seen {
         ]);
         blocks += (numbers + adam::CHUNK - 1) / adam::CHUNK;
     }
-    let mut given = vec![Given::Structure(members, adam::TABLE), Given::I32(3), Given::Null];
+    // Neither a flag to skip nor a learning rate on the device.
+    let mut given = vec![Given::Structure(members, adam::TABLE), Given::I32(3), Given::Null, Given::Null];
     given.extend([0.01, 0.9, 0.999].map(Given::F64));
-    given.extend([1e-8, 0.99].map(Given::F32));
+    given.extend([Given::F32(1e-8), Given::F64(0.1)]);
     seen(program, ADAM_OF, (blocks as u32, 128), &given)
 }
 
@@ -227,10 +228,9 @@ fn sums(program: &Program) -> Seen {
 fn dropped(program: &Program) -> Seen {
     let x = draw(&[4104], Kind::Float);
     let out = Given::Out("out", Kind::Float, vec![4104]);
-    // Half of all elements are dropped.
-    let numbers = [4104, 7, 1 << 31].map(Given::I64);
-    let given: Vec<_> =
-        [Given::In("x", &x), out].into_iter().chain(numbers).chain([Given::F32(2.0)]).collect();
+    // A seed without a step's base; half of all elements are dropped.
+    let (numbers, seed, threshold) = (Given::I64(4104), Given::I64(7), Given::I64(1 << 31));
+    let given = [Given::In("x", &x), out, numbers, Given::Null, seed, threshold, Given::F32(2.0)];
     seen(program, DROPOUT_OF, (2, 256), &given)
 }
 
