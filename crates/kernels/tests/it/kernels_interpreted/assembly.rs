@@ -175,8 +175,8 @@ fn kernels_on_sm_80() {
     check(
         80,
         expect![[r#"
-            adam<bf16, bf16, 8, true, 128, 1024>: 61 registers, no spills, 0 bytes shared
-            adam<float, bf16, 4, false, 128, 1024>: 44 registers, no spills, 0 bytes shared
+            adam<bf16, bf16, 8, true, 128, 1024>: 63 registers, no spills, 0 bytes shared
+            adam<float, bf16, 4, false, 128, 1024>: 43 registers, no spills, 0 bytes shared
             ce_statistics<float, 4, false, false, 512>: 40 registers, no spills, 384 bytes shared
             ce_statistics<float, 4, true, true, 512>: 40 registers, no spills, 640 bytes shared
             ce_logits<float, 4, 256>: 25 registers, no spills, 0 bytes shared
@@ -191,8 +191,8 @@ fn kernels_on_sm_80() {
             ce_gradient<bf16, 8, false, 256>: 52 registers, no spills, 0 bytes shared
             ce_gradient<bf16, 8, true, 256>: 53 registers, no spills, 0 bytes shared
             ce_gradient<f16, 8, false, 256>: 52 registers, no spills, 0 bytes shared
-            dropout<bf16, 8, 256>: 26 registers, no spills, 0 bytes shared
-            dropout<float, 4, 256>: 20 registers, no spills, 0 bytes shared
+            dropout<bf16, 8, 256>: 28 registers, no spills, 0 bytes shared
+            dropout<float, 4, 256>: 22 registers, no spills, 0 bytes shared
             gradient_squares<float, 4, true, 256, 16384>: 32 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, true, 256, 16384>: 44 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared
@@ -223,8 +223,8 @@ fn kernels_on_sm_80() {
             swiglu_backward<bf16, 8, 256>: 38 registers, no spills, 0 bytes shared
         "#]],
         expect![[r#"
-            adam<bf16, bf16, 8, true, 128, 1024>: loads 7 wide, 44 narrow; stores 7 wide, 35 narrow
-            adam<float, bf16, 4, false, 128, 1024>: loads 4 wide, 44 narrow; stores 4 wide, 28 narrow
+            adam<bf16, bf16, 8, true, 128, 1024>: loads 7 wide, 45 narrow; stores 7 wide, 35 narrow
+            adam<float, bf16, 4, false, 128, 1024>: loads 4 wide, 45 narrow; stores 4 wide, 28 narrow
             ce_statistics<float, 4, false, false, 512>: loads 3 wide, 5 narrow; stores 0 wide, 3 narrow
             ce_statistics<float, 4, true, true, 512>: loads 4 wide, 23 narrow; stores 1 wide, 8 narrow
             ce_logits<float, 4, 256>: loads 2 wide, 6 narrow; stores 1 wide, 1 narrow
@@ -239,8 +239,8 @@ fn kernels_on_sm_80() {
             ce_gradient<bf16, 8, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
             ce_gradient<bf16, 8, true, 256>: loads 20 wide, 72 narrow; stores 4 wide, 1 narrow
             ce_gradient<f16, 8, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
-            dropout<bf16, 8, 256>: loads 1 wide, 0 narrow; stores 1 wide, 0 narrow
-            dropout<float, 4, 256>: loads 1 wide, 0 narrow; stores 1 wide, 0 narrow
+            dropout<bf16, 8, 256>: loads 1 wide, 1 narrow; stores 1 wide, 0 narrow
+            dropout<float, 4, 256>: loads 1 wide, 1 narrow; stores 1 wide, 0 narrow
             gradient_squares<float, 4, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, false, 256, 16384>: loads 4 wide, 5 narrow; stores 0 wide, 1 narrow
@@ -278,8 +278,8 @@ fn kernels_on_sm_90() {
     check(
         90,
         expect![[r#"
-            adam<bf16, bf16, 8, true, 128, 1024>: 62 registers, no spills, 0 bytes shared
-            adam<float, bf16, 4, false, 128, 1024>: 46 registers, no spills, 0 bytes shared
+            adam<bf16, bf16, 8, true, 128, 1024>: 63 registers, no spills, 0 bytes shared
+            adam<float, bf16, 4, false, 128, 1024>: 43 registers, no spills, 0 bytes shared
             ce_statistics<float, 4, false, false, 512>: 40 registers, no spills, 384 bytes shared
             ce_statistics<float, 4, true, true, 512>: 40 registers, no spills, 640 bytes shared
             ce_logits<float, 4, 256>: 28 registers, no spills, 0 bytes shared
@@ -295,7 +295,7 @@ fn kernels_on_sm_90() {
             ce_gradient<bf16, 8, true, 256>: 53 registers, no spills, 0 bytes shared
             ce_gradient<f16, 8, false, 256>: 54 registers, no spills, 0 bytes shared
             dropout<bf16, 8, 256>: 28 registers, no spills, 0 bytes shared
-            dropout<float, 4, 256>: 21 registers, no spills, 0 bytes shared
+            dropout<float, 4, 256>: 22 registers, no spills, 0 bytes shared
             gradient_squares<float, 4, true, 256, 16384>: 32 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, true, 256, 16384>: 40 registers, no spills, 64 bytes shared
             gradient_squares<bf16, 8, false, 256, 16384>: 40 registers, no spills, 64 bytes shared
@@ -326,8 +326,8 @@ fn kernels_on_sm_90() {
             swiglu_backward<bf16, 8, 256>: 40 registers, no spills, 0 bytes shared
         "#]],
         expect![[r#"
-            adam<bf16, bf16, 8, true, 128, 1024>: loads 7 wide, 44 narrow; stores 7 wide, 35 narrow
-            adam<float, bf16, 4, false, 128, 1024>: loads 4 wide, 44 narrow; stores 4 wide, 28 narrow
+            adam<bf16, bf16, 8, true, 128, 1024>: loads 7 wide, 45 narrow; stores 7 wide, 35 narrow
+            adam<float, bf16, 4, false, 128, 1024>: loads 4 wide, 45 narrow; stores 4 wide, 28 narrow
             ce_statistics<float, 4, false, false, 512>: loads 3 wide, 5 narrow; stores 0 wide, 3 narrow
             ce_statistics<float, 4, true, true, 512>: loads 4 wide, 23 narrow; stores 1 wide, 8 narrow
             ce_logits<float, 4, 256>: loads 2 wide, 6 narrow; stores 1 wide, 1 narrow
@@ -342,8 +342,8 @@ fn kernels_on_sm_90() {
             ce_gradient<bf16, 8, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
             ce_gradient<bf16, 8, true, 256>: loads 20 wide, 72 narrow; stores 4 wide, 1 narrow
             ce_gradient<f16, 8, false, 256>: loads 4 wide, 5 narrow; stores 4 wide, 1 narrow
-            dropout<bf16, 8, 256>: loads 1 wide, 0 narrow; stores 1 wide, 0 narrow
-            dropout<float, 4, 256>: loads 1 wide, 0 narrow; stores 1 wide, 0 narrow
+            dropout<bf16, 8, 256>: loads 1 wide, 1 narrow; stores 1 wide, 0 narrow
+            dropout<float, 4, 256>: loads 1 wide, 1 narrow; stores 1 wide, 0 narrow
             gradient_squares<float, 4, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, true, 256, 16384>: loads 4 wide, 11 narrow; stores 4 wide, 6 narrow
             gradient_squares<bf16, 8, false, 256, 16384>: loads 4 wide, 5 narrow; stores 0 wide, 1 narrow
