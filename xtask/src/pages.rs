@@ -157,11 +157,21 @@ impl Folder {
         let _ = std::fs::remove_file(self.rounds_of(experiment));
     }
 
+    /// What a run has recorded so far; its last line may be torn.
+    fn unfinished(&self, experiment: &str, run: u32) -> String {
+        let path = self.run().join(format!("{experiment}.{run}.jsonl"));
+        std::fs::read_to_string(path).unwrap_or_default()
+    }
+
+    /// Returns whether a run has recorded a figure.
+    pub(crate) fn has_unfinished(&self, experiment: &str, run: u32) -> bool {
+        self.unfinished(experiment, run).contains('\n')
+    }
+
     /// Shows what a run that was ended had recorded, where nothing is shown yet. Returns the number of records; a last line that was
     /// torn is left out.
     pub(crate) fn publish_unfinished(&self, experiment: &str, run: u32) -> Result<usize> {
-        let from = self.run().join(format!("{experiment}.{run}.jsonl"));
-        let text = std::fs::read_to_string(&from).unwrap_or_default();
+        let text = self.unfinished(experiment, run);
         let whole = &text[..text.rfind('\n').map_or(0, |end| end + 1)];
         let records = whole.lines().count();
         if records > 0 && self.is_fresh(experiment) {

@@ -82,7 +82,11 @@ impl Day<'_> {
             .with_context(|| format!("cannot run {}", command.get_program().display()))?;
         let (process, start) = (child.id(), Instant::now());
         let killed = self.kill.as_ref() == Some(&part.name);
-        let left = self.wait(child, limit, |day| killed && day.folder.rounds(part.subject()).is_some())?;
+        let has_recorded = |day: &Self| match part.work {
+            Work::Experiment => day.folder.has_unfinished(part.subject(), process),
+            _ => day.folder.rounds(part.subject()).is_some(),
+        };
+        let left = self.wait(child, limit, |day| killed && has_recorded(day))?;
         let verdict = match left {
             Left::Ended(status) if status.success() => Verdict::Passed,
             Left::Ended(status) if status.code() == Some(i32::from(NO_MODULE)) => {

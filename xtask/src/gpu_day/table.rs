@@ -7,7 +7,7 @@ use std::path::Path;
 use anyhow::{Context, Result, bail, ensure};
 use report::measurements::{IMPLEMENTATION_KEY, ROUND_KEY};
 
-use super::plan::Part;
+use super::plan::{Part, Work};
 use crate::pages::{Folder, Rounds};
 
 /// How a part ended.
@@ -82,8 +82,36 @@ pub(super) fn check_rehearsal(rows: &[Row], part: &Part, folder: &Folder) -> Res
         said.contains("SIGKILL") && !matches!(row.verdict, Verdict::Skipped(_)),
         "{killed} was killed, and its verdict is: {said}"
     );
-    let rounds = folder.rounds(subject).with_context(|| format!("{killed} has no finished round"))?;
+    let kept = match part.work {
+        Work::Comparison => format!("{} finished rounds", check_rounds(part, folder)?),
+        _ => format!("{} records", kept_records(subject, folder)?.len()),
+    };
+    let others: Vec<&Row> = rows.iter().filter(|row| row.name != killed).collect();
+    let failed: Vec<&str> =
+        others.iter().filter(|row| row.verdict.is_failure()).map(|row| &*row.name).collect();
+    if !failed.is_empty() {
+        bail!("{killed} was killed, and these parts failed too: {}", failed.join(", "));
+    }
+    let after = rows.iter().skip_while(|row| row.name != killed).skip(1);
+    ensure!(
+        after.filter(|row| row.verdict == Verdict::Passed).count() > 0,
+        "no part ran after {killed} was killed"
+    );
+    println!("rehearsed: {killed} was killed, and kept its {kept}");
+    Ok(())
+}
+
+fn kept_records(subject: &str, folder: &Folder) -> Result<Vec<report::Record>> {
     let records = report::read_records(&folder.records().join(format!("{subject}.jsonl")))?;
+    ensure!(!records.is_empty(), "{subject} has no record");
+    Ok(records)
+}
+
+/// Checks that each round of a comparison that was killed has records of both sides. Returns the number of rounds.
+fn check_rounds(part: &Part, folder: &Folder) -> Result<u64> {
+    let (killed, subject) = (&*part.name, part.subject());
+    let rounds = folder.rounds(subject).with_context(|| format!("{killed} has no finished round"))?;
+    let records = kept_records(subject, folder)?;
     let mut sides: BTreeMap<u64, BTreeSet<String>> = BTreeMap::new();
     for record in &records {
         if let Some(round) = record.case.get(ROUND_KEY).and_then(serde_json::Value::as_u64) {
@@ -100,17 +128,5 @@ pub(super) fn check_rehearsal(rows: &[Row], part: &Part, folder: &Folder) -> Res
         rounds.done,
         rounds.total
     );
-    let others: Vec<&Row> = rows.iter().filter(|row| row.name != killed).collect();
-    let failed: Vec<&str> =
-        others.iter().filter(|row| row.verdict.is_failure()).map(|row| &*row.name).collect();
-    if !failed.is_empty() {
-        bail!("{killed} was killed, and these parts failed too: {}", failed.join(", "));
-    }
-    let after = rows.iter().skip_while(|row| row.name != killed).skip(1);
-    ensure!(
-        after.filter(|row| row.verdict == Verdict::Passed).count() > 0,
-        "no part ran after {killed} was killed"
-    );
-    println!("rehearsed: {killed} was killed, and kept its {} finished rounds", rounds.done);
-    Ok(())
+    Ok(rounds.done)
 }

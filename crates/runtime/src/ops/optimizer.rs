@@ -63,7 +63,7 @@ pub struct Unscale<'a> {
 /// If `found_inf` skips the step, they are decremented again.
 ///
 /// # Errors
-/// [`Error::Invalid`] for lists of different lengths; those of [`call`].
+/// [`Error::Invalid`] for lists of different lengths; errors of libtorch.
 pub fn fused_adamw_<T: Borrow<Tensor>>(
     tensors: &AdamWTensors<'_, T>,
     options: AdamW,
