@@ -37,7 +37,12 @@ fn a_lora_step_makes_few_calls_and_allocations() {
         .current_dir(folder.path())
         .output()
         .unwrap();
-    assert!(run.status.success(), "{}", String::from_utf8_lossy(&run.stderr));
+    let errors = String::from_utf8_lossy(&run.stderr);
+    if errors.contains("unhandled instruction bytes") {
+        eprintln!("skipped: this valgrind does not know an instruction that libtorch uses on this processor");
+        return;
+    }
+    assert!(run.status.success(), "{errors}");
     // A dump for each step: the first one fills caches, and the measurement is set up before the second one.
     let [third, fourth] = [3, 4].map(|dump| Counts::read(&folder.path().join(format!("calls.{dump}"))));
     eprintln!("{fourth:?}");
