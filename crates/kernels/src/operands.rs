@@ -242,7 +242,7 @@ impl Operands {
         Err(Error::invalid(self.operation, reason))
     }
 
-    /// Returns the first two operands of which one is written and overlaps the other, the later one first.
+    /// Returns the first two operands that overlap where one of them is written, the later one first.
     fn conflict(&self) -> Option<(usize, usize)> {
         let conflicts =
             |&(later, earlier): &(usize, usize)| self.operands[later].conflicts_with(&self.operands[earlier]);

@@ -99,7 +99,7 @@ fn results_with_and_without_native_fp8_agree() {
         eprintln!("skipped: no CUDA device");
         return;
     };
-    // Multiples of 16, and sizes of which none is one, which are padded.
+    // Multiples of 16, and sizes that are not, which are padded.
     for (rows, inner, outer) in [(64, 128, 32), (10, 19, 7), (33, 100, 30_522)] {
         let leaf = |size: [i64; 2], scale: f64| Tensor::randn(size, kind::FLOAT_CPU) * scale;
         let (x, w, b) = (leaf([rows, inner], 1.0), leaf([outer, inner], 0.1), leaf([1, outer], 1.0).view(-1));

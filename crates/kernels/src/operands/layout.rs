@@ -9,7 +9,7 @@ pub(super) enum Layout {
     Contiguous,
     /// A matrix `[rows, columns]` whose rows are dense, at any distance.
     DenseRows,
-    /// `[…, columns]`, of which the rows are those of such a matrix.
+    /// `[…, columns]`: its rows are those of such a matrix.
     FlatRows,
     /// Any dimensions, the last one dense, the others with any strides from 0 on.
     DenseHeads,

@@ -6,7 +6,7 @@ use tch::kind;
 
 use super::*;
 
-/// Rows, width of x, width of y, bias: multiples of 16, and sizes of which none is one, such as a vocabulary's.
+/// Rows, width of x, width of y, bias: multiples of 16, and sizes that are not, such as a vocabulary's.
 const SIZES: [(i64, i64, i64, bool); 4] =
     [(32, 48, 16, true), (10, 19, 7, true), (5, 33, 522, false), (1, 1, 1, true)];
 
