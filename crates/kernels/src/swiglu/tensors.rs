@@ -59,7 +59,7 @@ pub(super) struct Backward<'a> {
     pub(super) silu: Option<&'a Tensor>,
     /// The gradient of the product.
     pub(super) grad: &'a Tensor,
-    /// The requested outputs, each of which may be an input.
+    /// The requested outputs; each may be an input.
     pub(super) gate_grad: Option<&'a Tensor>,
     pub(super) up_grad: Option<&'a Tensor>,
     pub(super) product: Option<&'a Tensor>,

@@ -1,4 +1,4 @@
-//! Mutation tests: small mistakes in the kernels' source, each of which must be detected.
+//! Mutation tests: small mistakes in the kernels' source; each must be detected.
 
 mod subjects;
 

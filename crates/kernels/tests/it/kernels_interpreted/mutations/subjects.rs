@@ -183,7 +183,7 @@ fn backward_of_wide_rows(program: &Program) -> Seen {
     seen_of(program, WIDE_BACKWARD_OF, launch, &given)
 }
 
-/// Three tensors, of which two end within a word of 16 bytes.
+/// Three tensors; two end within a word of 16 bytes.
 fn many(program: &Program) -> Seen {
     let sizes = [7, 1030, 8];
     let of = |kind| sizes.map(|numbers| draw(&[numbers], kind));
@@ -403,7 +403,7 @@ fn scale(program: &Program) -> Seen {
     seen(program, SCALE_OF, (3, 256), &given)
 }
 
-/// Three gradients, of which two end within a word of 16 bytes; one has numbers whose squares are no fp32.
+/// Three gradients; two end within a word of 16 bytes, one has numbers whose squares are no fp32.
 fn three_gradients() -> [Tensor; 3] {
     let mut all = [7, 17_030, 8].map(|numbers| draw(&[numbers], Kind::Float));
     let _ = all[0].narrow(0, 0, 4).fill_(1e30);
