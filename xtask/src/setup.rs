@@ -4,6 +4,7 @@ mod compiler;
 mod cuda_tools;
 mod decision;
 mod environment;
+mod models;
 
 use std::path::Path;
 use std::time::Instant;
@@ -33,6 +34,9 @@ pub(crate) struct Args {
     /// Also install NVIDIA's CUDA compiler, with which the tests run CUDA kernels without a GPU
     #[arg(long)]
     cuda_tools: bool,
+    /// Also download pretrained models in GGUF files (0.8 GB), for the tests and experiments that need real weights
+    #[arg(long)]
+    models: bool,
 }
 
 impl Args {
@@ -51,7 +55,10 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
         Some(pair) => switch(workspace, pair, args.wanted()),
         None => ensure(workspace, args.wanted()).map(drop),
     }?;
-    if args.cuda_tools { cuda_tools(workspace).map(drop) } else { Ok(()) }
+    if args.cuda_tools {
+        cuda_tools(workspace)?;
+    }
+    if args.models { models::ensure(workspace) } else { Ok(()) }
 }
 
 /// Makes sure that CUDA's compiler is there, without libtorch.
