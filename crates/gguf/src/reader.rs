@@ -1,21 +1,22 @@
-//! Reading a GGUF file. It may be truncated, damaged or hostile: every count is compared with what is left of the file before memory
-//! is taken for it, so that the heap stays proportional to the header.
+//! Reading a GGUF file, which is memory-mapped. It may be truncated, damaged or hostile: every count is compared with what is left of the
+//! file before memory is taken for it, so that the heap stays proportional to the header.
 
 use std::collections::BTreeSet;
-use std::fs::File;
-use std::io::{self, BufReader, Read, Seek, SeekFrom};
-use std::path::{Path, PathBuf};
+use std::io::{self, Read};
+use std::ops::Range;
+use std::path::Path;
+
+use files::mapped::MappedFile;
 
 use crate::error::{Error, Result, file_error, io_error};
-use crate::tensor_type::TensorType;
+use crate::tensor_type::{TensorType, unreadable_type};
 use crate::value::{ARRAY, Array, Value};
 use crate::writer::{ALIGNMENT, Header, MAGIC, MAX_DIMENSIONS, TensorInfo, VERSION};
 
 /// An open file: its header is read, values are read on demand.
 #[derive(Debug)]
 pub struct Reader {
-    path: PathBuf,
-    file: File,
+    mapped: MappedFile,
     header: Header,
     /// Where each tensor's values start, in bytes from the start of the file.
     starts: Vec<u64>,
@@ -25,12 +26,12 @@ impl Reader {
     /// Reads the header and checks that all values are in the file.
     ///
     /// # Errors
-    /// A missing, truncated or invalid file; a version other than 3; a type of tensor that this crate does not write; overlapping
-    /// tensors.
+    /// A missing, truncated or invalid file; a version other than 2 and 3, which differ only in that 3 may be big-endian; a big-endian
+    /// file; a type of tensor that this crate does not read; overlapping tensors.
     pub fn open(path: &Path) -> Result<Self> {
-        let file = File::open(path).map_err(|cause| io_error(path, cause))?;
-        let length = file.metadata().map_err(|cause| io_error(path, cause))?.len();
-        let mut source = Source { input: BufReader::new(&file), left: length };
+        let mapped = MappedFile::open(path).map_err(|cause| io_error(path, cause))?;
+        let length = mapped.len() as u64;
+        let mut source = Source { input: &mapped[..], left: length };
         let parsed = source.header().and_then(|parsed| {
             let start = (length - source.left).next_multiple_of(alignment(&parsed.header)?);
             let starts = starts(&parsed, start, length)?;
@@ -42,7 +43,7 @@ impl Reader {
             Fault::Truncated => truncated(path),
             Fault::Invalid(reason) => file_error(path, reason),
         })?;
-        Ok(Self { path: path.to_owned(), file, header, starts })
+        Ok(Self { mapped, header, starts })
     }
 
     /// Returns the metadata and the tensors.
@@ -52,7 +53,7 @@ impl Reader {
 
     /// Returns the file's path.
     pub fn path(&self) -> &Path {
-        &self.path
+        self.mapped.path()
     }
 
     /// Returns the index of a tensor among [`Header::tensors`].
@@ -60,27 +61,48 @@ impl Reader {
         self.header.tensors.iter().position(|tensor| tensor.name == name)
     }
 
-    /// Reads rows of a tensor, a vector being one row, and decodes them to fp32.
+    /// Returns the bytes of a tensor's rows as they are in the file, a vector being one row.
     ///
     /// # Errors
-    /// Rows that the tensor does not have; those of the file.
-    pub fn rows(&self, position: usize, rows: std::ops::Range<u64>) -> Result<Vec<f32>> {
-        let refuse = || file_error(&self.path, format!("no rows {rows:?} in tensor {position}"));
+    /// Rows that the tensor does not have.
+    pub fn raw(&self, position: usize, rows: Range<u64>) -> Result<&[u8]> {
+        let refuse = || file_error(self.path(), format!("no rows {rows:?} in tensor {position}"));
         let info = self.header.tensors.get(position).ok_or_else(refuse)?;
         let (all, columns) = info.rows_and_columns().ok_or_else(refuse)?;
         let row = info.kind.row_bytes(columns).ok_or_else(refuse)?;
         if rows.start > rows.end || rows.end > all {
             return Err(refuse());
         }
-        let mut bytes = vec![0; ((rows.end - rows.start) * row) as usize];
-        let start = self.starts[position] + rows.start * row;
-        let mut file = &self.file;
-        file.seek(SeekFrom::Start(start))
-            .and_then(|_| file.read_exact(&mut bytes))
-            .map_err(|cause| io_error(&self.path, cause))?;
+        let start = self.starts[position];
+        let bytes = (start + rows.start * row) as usize..(start + rows.end * row) as usize;
+        self.mapped.get(bytes).ok_or_else(refuse)
+    }
+
+    /// Reads rows of a tensor, a vector being one row, and decodes them to fp32.
+    ///
+    /// # Errors
+    /// As [`Reader::raw`].
+    pub fn rows(&self, position: usize, rows: Range<u64>) -> Result<Vec<f32>> {
+        let bytes = self.raw(position, rows.clone())?;
+        let info = &self.header.tensors[position];
+        let columns = info.rows_and_columns().map_or(0, |(_, columns)| columns);
         let mut values = Vec::with_capacity(((rows.end - rows.start) * columns) as usize);
-        info.kind.decode(&bytes, &mut values);
+        info.kind.decode(bytes, &mut values);
         Ok(values)
+    }
+
+    /// Releases the memory of a tensor's pages, which are read again when they are used again.
+    ///
+    /// # Errors
+    /// A system that refuses.
+    pub fn forget(&self, position: usize) -> Result<()> {
+        let (Some(start), Some(bytes)) =
+            (self.starts.get(position), self.header.tensors.get(position).and_then(TensorInfo::bytes))
+        else {
+            return Ok(());
+        };
+        let range = *start as usize..(start + bytes) as usize;
+        self.mapped.forget(range).map_err(|cause| io_error(self.path(), cause))
     }
 }
 
@@ -152,9 +174,18 @@ impl<R: Read> Source<R> {
         if self.array::<4>()? != MAGIC {
             return invalid("not a GGUF file: it does not start with `GGUF`");
         }
-        let version = self.u32()?;
-        if version != VERSION {
-            return invalid(format!("version {version} of GGUF; expected {VERSION}, little-endian"));
+        match self.u32()? {
+            2 | VERSION => {}
+            version if (1..=VERSION).contains(&version.swap_bytes()) => {
+                return invalid(
+                    "a big-endian file; convert it to little-endian with `gguf_convert_endian.py` of llama.cpp",
+                );
+            }
+            version => {
+                return invalid(format!(
+                    "version {version} of GGUF; expected 2 or {VERSION}: convert the model again with llama.cpp"
+                ));
+            }
         }
         // A tensor takes at least 24 bytes of header, an entry 13.
         let (tensors, entries) = (self.count(24)?, self.count(13)?);
@@ -179,9 +210,7 @@ impl<R: Read> Source<R> {
             shape.reverse();
             let number = self.u32()?;
             let Some(kind) = TensorType::ALL.into_iter().find(|kind| kind.number() == number) else {
-                return invalid(format!(
-                    "`{name}` has the type {number} of ggml; known are f32, f16, bf16 and q8_0"
-                ));
+                return invalid(unreadable_type(&name, number));
             };
             offsets.push(self.u64()?);
             if !names.insert(name.clone()) {

@@ -120,6 +120,37 @@ impl fmt::Display for TensorType {
     }
 }
 
+/// Types of ggml that this crate does not read, by their numbers.
+const UNREADABLE: [(u32, &str); 15] = [
+    (16, "iq2_xxs"),
+    (17, "iq2_xs"),
+    (18, "iq3_xxs"),
+    (19, "iq1_s"),
+    (21, "iq3_s"),
+    (22, "iq2_s"),
+    (23, "iq4_xs"),
+    (29, "iq1_m"),
+    (31, "q4_0_4_4"),
+    (32, "q4_0_4_8"),
+    (33, "q4_0_8_8"),
+    (34, "tq1_0"),
+    (35, "tq2_0"),
+    (39, "mxfp4"),
+    (40, "nvfp4"),
+];
+
+/// Returns the error of a tensor whose type has this number.
+pub(crate) fn unreadable_type(tensor: &str, number: u32) -> String {
+    let known = TensorType::ALL.map(|kind| kind.to_string()).join(", ");
+    match UNREADABLE.iter().find(|(other, _)| *other == number) {
+        Some((_, name)) => format!(
+            "`{tensor}` is {name}, which cannot be read; convert the file with llama.cpp: `llama-quantize --allow-requantize FILE OUT \
+             q8_0` (readable are {known})"
+        ),
+        None => format!("`{tensor}` has the type {number} of ggml, which is unknown; readable are {known}"),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -154,9 +154,14 @@ fn damaged_files_are_refused_in_words() {
     assert!(read(&good).is_ok());
     refused(&[b"GGML", &good[4..]].concat(), expect!["not a GGUF file: it does not start with `GGUF`"]);
     refused(
-        &[&good[..4], &2u32.to_le_bytes(), &good[8..]].concat(),
-        expect!["version 2 of GGUF; expected 3, little-endian"],
+        &[&good[..4], &1u32.to_le_bytes(), &good[8..]].concat(),
+        expect!["version 1 of GGUF; expected 2 or 3: convert the model again with llama.cpp"],
     );
+    refused(
+        &[&good[..4], &3u32.to_be_bytes(), &good[8..]].concat(),
+        expect!["a big-endian file; convert it to little-endian with `gguf_convert_endian.py` of llama.cpp"],
+    );
+    assert!(read(&[&good[..4], &2u32.to_le_bytes(), &good[8..]].concat()).is_ok(), "version 2");
     for end in [3, 10, 30, 70, good.len() - 33, good.len() - 1] {
         refused(
             &good[..end],
@@ -165,8 +170,14 @@ fn damaged_files_are_refused_in_words() {
     }
     let number = good.windows(5).position(|part| part == [b't', 1, 0, 0, 0]).unwrap() + 13;
     let mut other = good.clone();
-    other[number] = 12;
-    refused(&other, expect!["`t` has the type 12 of ggml; known are f32, f16, bf16 and q8_0"]);
+    for (unreadable, start) in [
+        (34, "`t` is tq1_0, which cannot be read; convert the file with llama.cpp: "),
+        (99, "`t` has the type 99 of ggml, which is unknown; readable are f32, f16, "),
+    ] {
+        other[number] = unreadable;
+        let error = read(&other).unwrap_err().to_string();
+        assert!(error.split_once(": ").unwrap().1.starts_with(start), "{error}");
+    }
     let twice =
         Header { tensors: vec![header.tensors[0].clone(), tensor("u", &[8], TensorType::F32)], ..header };
     let mut overlapping = bytes(&twice, &[&[0; 32], &[0; 32]]);
