@@ -26,6 +26,7 @@
 //!
 //! | module | subject |
 //! |---|---|
+//! | [`ModelFile`] | a file read as a folder of Hugging Face: configuration, names, the order of rows |
 //! | [`Model`] | families by `model_type`: names of tensors, metadata, the rotary embedding |
 //! | [`Tokenizer`] | tokens, merges, special tokens, chat template, and llama.cpp's name of the pre-tokenizer |
 //! | [`Adapter`] | LoRA adapters |
@@ -44,6 +45,7 @@ mod conversion;
 mod error;
 mod json;
 mod model;
+mod model_file;
 pub mod ollama;
 mod reader;
 mod safetensors;
@@ -56,6 +58,7 @@ pub use adapter::{Adapter, Scale};
 pub use conversion::Conversion;
 pub use error::{Error, Result};
 pub use model::Model;
+pub use model_file::{FileTensor, ModelFile, ReadOptions};
 pub use reader::Reader;
 pub use tensor_type::{Q8_0_BLOCK, TensorType};
 pub use tokenizer::Tokenizer;

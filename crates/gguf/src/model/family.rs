@@ -128,6 +128,30 @@ impl Family {
         Ok(family)
     }
 
+    /// Finds the family of llama.cpp's architecture: of two with one architecture the first, which has the options of both.
+    pub(crate) fn from_architecture(name: &str) -> Option<&'static Self> {
+        FAMILIES.iter().find(|family| family.architecture == name)
+    }
+
+    /// The architectures of llama.cpp that are known.
+    pub(crate) fn architectures() -> Vec<&'static str> {
+        let mut all: Vec<&str> = FAMILIES.iter().map(|family| family.architecture).collect();
+        all.dedup();
+        all
+    }
+
+    /// The activation of the MLP's gate.
+    pub(crate) fn activation(&self) -> &'static str {
+        if self.is_gemma { "gelu_pytorch_tanh" } else { "silu" }
+    }
+
+    /// The s of a Gemma's factor 1/√s of the attention scores. llama.cpp knows the two models with 27 billion parameters by their number of
+    /// layers.
+    pub(crate) fn query_scalar(&self, layers: u64, hidden: u64, heads: u64, head_dim: u64) -> u64 {
+        let largest = layers == if self.has_query_key_norms() { 62 } else { 46 };
+        if largest { hidden / heads } else { head_dim }
+    }
+
     fn has_query_key_norms(&self) -> bool {
         self.query_key_norm != QueryKeyNorm::None
     }
@@ -154,7 +178,7 @@ impl Family {
         }
         let activation =
             ["hidden_activation", "hidden_act"].into_iter().find(|key| config.get(key).is_some());
-        let expected = if self.is_gemma { "gelu_pytorch_tanh" } else { "silu" };
+        let expected = self.activation();
         if let Some(key) = activation
             && config.text(key)? != expected
         {
@@ -181,9 +205,7 @@ impl Family {
             ));
         }
         if let Some(scalar) = decoder.query_pre_attn_scalar {
-            // llama.cpp knows the two models with 27 billion parameters by their number of layers.
-            let largest = sizes.layers == if self.has_query_key_norms() { 62 } else { 46 };
-            let expected = if largest { sizes.hidden / sizes.heads } else { sizes.head_dim };
+            let expected = self.query_scalar(sizes.layers, sizes.hidden, sizes.heads, sizes.head_dim);
             if scalar != expected as f64 {
                 return refuse("query_pre_attn_scalar", format!("llama.cpp takes {expected} for this model"));
             }

@@ -5,6 +5,7 @@ mod container;
 mod fuzz_files;
 mod memory;
 mod model;
+mod model_file;
 mod ollama;
 mod refused;
 mod tiny_model;

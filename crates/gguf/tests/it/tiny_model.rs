@@ -89,6 +89,24 @@ impl Tiny {
         fs::write(self.path(name), text).unwrap();
     }
 
+    /// The names and shapes of the tensors, in the order of [`value`]'s seeds.
+    pub(crate) fn tensors(&self) -> Vec<(String, Vec<u64>)> {
+        let bytes = fs::read(self.path("model.safetensors")).unwrap();
+        let size = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
+        let header: Map<String, Value> = serde_json::from_slice(&bytes[8..8 + size]).unwrap();
+        header
+            .into_iter()
+            .map(|(name, entry)| (name, serde_json::from_value(entry["shape"].clone()).unwrap()))
+            .collect()
+    }
+
+    /// Writes the tensors again without those whose names end so.
+    pub(crate) fn without(&self, ending: &str) {
+        let mut tensors = self.tensors();
+        tensors.retain(|(name, _)| !name.ends_with(ending));
+        write_tensors(&self.path("model.safetensors"), &tensors);
+    }
+
     /// Changes a JSON file.
     pub(crate) fn change(&self, name: &str, change: impl FnOnce(&mut Value)) {
         let mut value = serde_json::from_str(&fs::read_to_string(self.path(name)).unwrap()).unwrap();

@@ -1,0 +1,160 @@
+//! `config.json` of a file: the inverse of `model::keys`.
+
+use decoder::{AttentionBias, Windows};
+use serde_json::{Map, Value as Json, json};
+
+use super::metadata::{Metadata, integers, missing};
+use super::rope;
+use crate::error::{Result, file_error, unsupported};
+use crate::model::Family;
+use crate::value::{Array, Value};
+
+/// Shapes of tensors by their names in the file, and the few values that a configuration follows from.
+pub(super) trait Tensors {
+    fn count(&self) -> u64;
+
+    fn shape(&self, name: &str) -> Option<&[u64]>;
+
+    fn vector(&self, name: &str) -> Result<Option<Vec<f32>>>;
+}
+
+/// Returns the fields of `config.json`.
+///
+/// # Errors
+/// Missing keys; options that no configuration of the family has.
+pub(super) fn config(
+    metadata: &Metadata<'_>,
+    family: &Family,
+    tensors: &dyn Tensors,
+    tied: bool,
+) -> Result<Map<String, Json>> {
+    refuse_others(metadata, family)?;
+    let embedding = tensors.shape("token_embd.weight");
+    let vocabulary = embedding.and_then(|shape| shape.first().copied());
+    let vocabulary = vocabulary
+        .ok_or_else(|| missing(metadata.path, "token_embd.weight", "the embedding, `[tokens, hidden]`"))?;
+    let (hidden, layers) = (metadata.size("embedding_length")?, metadata.size("block_count")?);
+    // A layer has several tensors, so this bounds what is made for each layer.
+    if layers > tensors.count() {
+        let reason = format!(
+            "`{}.block_count` is {layers}, but the file has {} tensors; get the file again",
+            metadata.architecture,
+            tensors.count()
+        );
+        return Err(file_error(metadata.path, reason));
+    }
+    let heads = metadata.size("attention.head_count")?;
+    let head_dim = metadata.optional_size("attention.key_length")?.unwrap_or(hidden / heads);
+    let facts = family.kind.facts();
+    let mut config = json!({
+        "architectures": [facts.architecture],
+        "model_type": facts.model_type,
+        "vocab_size": vocabulary,
+        "hidden_size": hidden,
+        "intermediate_size": metadata.size("feed_forward_length")?,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.optional_size("attention.head_count_kv")?.unwrap_or(heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": metadata.size("context_length")?,
+        "rms_norm_eps": metadata.float("attention.layer_norm_rms_epsilon")?,
+        "tie_word_embeddings": tied,
+    });
+    let mut put = |key: &str, value: Json| config[key] = value;
+    for (role, name) in [("bos", "bos"), ("eos", "eos"), ("pad", "padding")] {
+        if let Some(token) = metadata.token(name) {
+            put(&format!("{role}_token_id"), token.into());
+        }
+    }
+    if facts.attention_bias == AttentionBias::Configured {
+        put("attention_bias", tensors.shape("blk.0.attn_output.bias").is_some().into());
+    }
+    if facts.reads_mlp_bias {
+        put("mlp_bias", tensors.shape("blk.0.ffn_down.bias").is_some().into());
+    }
+    put(if family.is_gemma { "hidden_activation" } else { "hidden_act" }, family.activation().into());
+    if family.is_gemma {
+        put("query_pre_attn_scalar", family.query_scalar(layers, hidden, heads, head_dim).into());
+        put("final_logit_softcapping", metadata.optional_float("final_logit_softcapping")?.into());
+    }
+    if facts.softcaps.is_some() {
+        put("attn_logit_softcapping", metadata.optional_float("attn_logit_softcapping")?.into());
+    }
+    if facts.windows == Windows::Configured {
+        let window = metadata.optional_size("attention.sliding_window")?;
+        put("sliding_window", window.filter(|window| *window > 0).into());
+    }
+    if let Some(types) = layer_types(metadata, family, layers)? {
+        put(if family.is_gemma { "layer_types" } else { "no_rope_layers" }, types);
+    }
+    if facts.has_multipliers {
+        let number = |key, default: f64| Ok(metadata.optional_float(key)?.unwrap_or(default));
+        put("attention_multiplier", number("attention.scale", 1.0 / (head_dim as f64).sqrt())?.into());
+        put("embedding_multiplier", number("embedding_scale", 1.0)?.into());
+        put("residual_multiplier", number("residual_scale", 1.0)?.into());
+        put("logits_scaling", number("logit_scale", 1.0)?.into());
+    }
+    let rotated = metadata.optional_size("rope.dimension_count")?.unwrap_or(head_dim);
+    for (key, value) in rope::fields(metadata, family, tensors, (rotated, head_dim))? {
+        put(&key, value);
+    }
+    Ok(config.as_object().cloned().unwrap_or_default())
+}
+
+/// Refuses parts that the family's models do not have.
+fn refuse_others(metadata: &Metadata<'_>, family: &Family) -> Result<()> {
+    let refuse = |key: &str, value: String, remedy: &str| {
+        Err(unsupported(
+            format!("`{}.{key}` of {}", metadata.architecture, metadata.path.display()),
+            value,
+            remedy,
+        ))
+    };
+    if let Some(experts) = metadata.optional_size("expert_count")?.filter(|experts| *experts > 0) {
+        return refuse("expert_count", experts.to_string(), "mixtures of experts cannot be read from GGUF");
+    }
+    let has_windows = family.windows != Windows::None || family.is_gemma;
+    if let Some(window) = metadata.optional_size("attention.sliding_window")?.filter(|window| *window > 0)
+        && !has_windows
+    {
+        return refuse("attention.sliding_window", window.to_string(), "this family has no window");
+    }
+    for key in ["attention.scale", "embedding_scale", "residual_scale", "logit_scale"] {
+        if let Some(scale) = metadata.optional_float(key)?.filter(|scale| *scale != 1.0)
+            && !family.has_multipliers
+        {
+            return refuse(key, scale.to_string(), "this family has no such factor");
+        }
+    }
+    Ok(())
+}
+
+/// The kinds of layers of a family whose every n-th layer differs: `layer_types` of a Gemma, `no_rope_layers` of SmolLM3.
+fn layer_types(metadata: &Metadata<'_>, family: &Family, layers: u64) -> Result<Option<Json>> {
+    let Some(period) = family.period else { return Ok(None) };
+    if !family.is_gemma {
+        let rotates: Vec<u64> =
+            (1..=layers).map(|number| u64::from(!number.is_multiple_of(period.into()))).collect();
+        return Ok(Some(rotates.into()));
+    }
+    let pattern = metadata.get("attention.sliding_window_pattern");
+    let is_sliding: Vec<bool> = match pattern {
+        Some(Value::Array(Array::Bool(list))) if list.len() as u64 == layers => list.clone(),
+        other => {
+            let period = match other.map(integers) {
+                None => period.into(),
+                Some(Some(list)) if matches!(list[..], [1..=u64::MAX]) => list[0],
+                Some(_) => {
+                    return Err(unsupported(
+                        format!("`{}.attention.sliding_window_pattern`", metadata.architecture),
+                        format!("{pattern:?}"),
+                        "a period, or true and false for each layer, can be read",
+                    ));
+                }
+            };
+            (1..=layers).map(|number| !number.is_multiple_of(period)).collect()
+        }
+    };
+    let name = |sliding: bool| if sliding { "sliding_attention" } else { "full_attention" };
+    Ok(Some(is_sliding.into_iter().map(name).collect::<Vec<_>>().into()))
+}
