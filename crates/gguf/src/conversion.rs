@@ -215,9 +215,9 @@ fn interleave(values: &[f32], head: usize, columns: usize) -> Vec<f32> {
 fn check_finite(info: &TensorInfo, values: &[f32]) -> Result<()> {
     // Above this an f16 is infinite; the scale of a q8_0 block is one, too.
     let limit = match info.kind {
-        TensorType::F32 | TensorType::BF16 => f32::MAX,
         TensorType::F16 => 65519.0,
         TensorType::Q8_0 => 65519.0 * 127.0,
+        _ => f32::MAX,
     };
     match values.iter().find(|value| value.is_nan() || value.abs() > limit) {
         None => Ok(()),

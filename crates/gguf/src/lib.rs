@@ -33,7 +33,7 @@
 //! | [`Conversion`] | a planned file |
 //! | [`ollama`] | Modelfiles |
 //! | [`Writer`], [`Reader`] | the container, version 3 |
-//! | [`TensorType`] | f32, f16, bf16 and q8_0 |
+//! | [`TensorType`], [`block`] | how values are stored: f32, f16, bf16, and ggml's blocks |
 //!
 //! # What is supported
 //! Llama, Mistral, SmolLM3, Granite, Qwen2, Qwen3, OLMo 2, Phi-3, Gemma 2 and Gemma 3 (text). An option that llama.cpp would read
@@ -41,6 +41,7 @@
 //! sliding window, is a note of the conversion.
 
 mod adapter;
+pub mod block;
 mod conversion;
 mod error;
 mod json;

@@ -64,7 +64,7 @@ fn limit(kind: TensorType, architecture: &str) -> f64 {
         TensorType::F32 if architecture.starts_with("gemma") => 1e-2,
         TensorType::F32 => 1e-3,
         TensorType::F16 => 1e-2,
-        TensorType::BF16 | TensorType::Q8_0 => 1e-1,
+        _ => 1e-1,
     }
 }
 

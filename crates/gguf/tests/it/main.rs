@@ -1,6 +1,7 @@
 //! The tests of `gguf`: one binary, a module per behaviour.
 
 mod adapter;
+mod blocks;
 mod container;
 mod fuzz_files;
 mod memory;
