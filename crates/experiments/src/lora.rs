@@ -1,5 +1,6 @@
 //! `lora`: steps and decoding on real shapes, a training on embedded data, and files exchanged with PEFT.
 
+mod assignment;
 mod decode;
 mod embedded;
 mod families;
@@ -23,6 +24,8 @@ pub(crate) enum Verb {
     Decode(decode::Decode),
     /// Count the parameters of Qwen2.5-0.5B with the assignment's adapters
     Parameters,
+    /// Adapt Qwen2.5-0.5B to GSM8K as the assignment asks, with pretrained weights
+    Assignment(assignment::Assignment),
     /// Pretrain a small model on embedded data, adapt it, and grade its answers
     Embedded(embedded::EmbeddedArgs),
     /// Exchange adapter files with PEFT
@@ -38,6 +41,9 @@ impl Verb {
         match self {
             Self::Step(arguments) => driver.run("lora-step", |bench| step::run(bench, arguments)),
             Self::Decode(arguments) => driver.run("lora-decode", |bench| decode::run(bench, arguments)),
+            Self::Assignment(arguments) => {
+                driver.one_size().run("lora-assignment", |bench| assignment::run(bench, arguments))
+            }
             Self::Parameters => driver.one_size().run("lora-parameters", parameters::run),
             Self::Embedded(arguments) => driver.run("lora-embedded", |bench| embedded::run(bench, arguments)),
             Self::Interchange(arguments) => match &arguments.folder {
