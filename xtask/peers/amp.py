@@ -6,30 +6,19 @@
 import argparse
 import json
 import os
-import sys
 import time
 
 import torch
 import torch.nn.functional as F
 
-from records import environment, metric, synchronize
+from measure import synchronize
+from records import Records, add_arguments, environment, metric, progress
 
 WIDTH = 768
 # Tensors, and rows of each matrix: half of the tensors are matrices [rows, 768], half vectors [768].
 SIZES = [(148, 432), (16, 162)]
 # Beside PyTorch's own error: about the root mean square of one rounding to bf16, whose unit roundoff is 2^-8.
 TOLERANCE = 2.0**-9
-
-
-class Records:
-    def __init__(self, path, device):
-        self.path, self.environment = path, environment(device)
-
-    def put(self, experiment, case, figures):
-        with open(self.path, "a") as records:
-            for figure in figures:
-                record = {"experiment": experiment, "case": case, "metric": figure, "environment": self.environment}
-                records.write(json.dumps(record) + "\n")
 
 
 def overhead(args, device, records):
@@ -68,7 +57,7 @@ def overhead(args, device, records):
                 if round >= warmup:
                     seconds[name].append(time.perf_counter() - start)
             done, total = index * args.rounds + max(0, round - warmup), len(SIZES) * args.rounds
-            print(f"@progress {done} {total} AdamW of {tensors} tensors", file=sys.stderr, flush=True)
+            progress(done, total, f"AdamW of {tensors} tensors")
         beyond = [scaled - plain for scaled, plain in zip(seconds["scaled"], seconds["plain"])]
         parameters = tensors // 2 * WIDTH * (rows + 1)
         case = {"tensors": tensors, "parameters": parameters, "decides": "host"}
@@ -78,7 +67,7 @@ def overhead(args, device, records):
             metric("overhead_seconds", "s", beyond),
             metric("unscale_seconds", "s", seconds["unscale"]),
         ]
-        records.put("amp-overhead", case, figures)
+        records.put(case, figures)
 
 
 class Gpt2Like(torch.nn.Module):
@@ -140,7 +129,7 @@ def numerics(args, device, records):
     sums = {}
     batches = tensors["tokens"].shape[0]
     for batch in range(batches):
-        print(f"@progress {batch} {batches} autocast in bf16, and fp64", file=sys.stderr, flush=True)
+        progress(batch, batches, "autocast in bf16, and fp64")
         tokens, lengths = tensors["tokens"][batch], tensors["lengths"][batch]
         whole = loss(exact, tokens, lengths)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -158,7 +147,6 @@ def numerics(args, device, records):
     for name, (off, size) in sums.items():
         error = (off / size) ** 0.5
         records.put(
-            "amp-numerics",
             {"tensor": name},
             [
                 {"name": "error", "unit": "ratio", "value": error, "n": 1},
@@ -172,14 +160,12 @@ def main():
     parser.add_argument("what", choices=["overhead", "numerics"])
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--fixture", default="data/fixtures/gpt2_like")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--records", required=True)
+    add_arguments(parser)
     args = parser.parse_args()
     torch.manual_seed(args.seed)
     # The numerics are the CPU's, wherever the rest runs.
     device = torch.device("cpu" if args.what == "numerics" else args.device)
-    {"overhead": overhead, "numerics": numerics}[args.what](args, device, Records(args.records, device))
+    {"overhead": overhead, "numerics": numerics}[args.what](args, device, Records(args.records, f"amp-{args.what}", environment(device)))
 
 
 if __name__ == "__main__":

@@ -9,16 +9,15 @@ tokens and labels; those joined or packed have what tells places apart besides. 
 """
 
 import argparse
-import json
 import math
-import sys
 import time
 
 import numpy
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
-from records import environment, metric, synchronize
+from measure import synchronize
+from records import Records, add_arguments, environment, metric, progress
 
 BATCH, LENGTH, ROWS, GAP, IGNORED = 32, 512, 8, 20, -100
 
@@ -180,9 +179,7 @@ def main():
     parser.add_argument("--samples", type=int, default=100_000)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--workers", default="0,2")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--records", required=True)
+    add_arguments(parser)
     args = parser.parse_args()
 
     device = torch.device(args.device)
@@ -191,33 +188,29 @@ def main():
     workers_list = [int(workers) for workers in args.workers.split(",")]
     cases = [(s, w) for s in ("base", "standard", "balanced", "sequenced", "packed") for w in workers_list]
     best = {}
-    where = environment(device)
-    with open(args.records, "a") as records:
+    records = Records(args.records, "loader", environment(device))
 
-        def write(strategy, workers, rates):
-            figure = metric("tokens_per_second", "tokens/s", rates)
-            case = {"strategy": strategy, "workers": workers}
-            record = {"experiment": "loader", "case": case, "metric": figure, "environment": where}
-            records.write(json.dumps(record) + "\n")
+    def write(strategy, workers, rates):
+        records.put({"strategy": strategy, "workers": workers}, [metric("tokens_per_second", "tokens/s", rates)])
 
-        for done, (strategy, workers) in enumerate(cases):
-            print(f"@progress {done} {len(cases)} {strategy}, {workers} workers", file=sys.stderr, flush=True)
-            batches = loader(strategy, samples, lengths, workers, args.seed, device)
-            rates = []
-            for epoch in range(args.epochs + 1):
-                start, tokens = time.perf_counter(), 0
-                for batch in batches:
-                    moved = (v.to(device, non_blocking=True) if torch.is_tensor(v) else v for v in batch.values())
-                    batch = dict(zip(batch, moved))
-                    tokens += batch["count"]
-                synchronize(device)
-                if epoch > 0:
-                    rates.append(tokens / (time.perf_counter() - start))
-            write(strategy, workers, rates)
-            if math.fsum(rates) > math.fsum(best.get(strategy, [])):
-                best[strategy] = rates
-        for strategy, rates in best.items():
-            write(strategy, "best", rates)
+    for done, (strategy, workers) in enumerate(cases):
+        progress(done, len(cases), f"{strategy}, {workers} workers")
+        batches = loader(strategy, samples, lengths, workers, args.seed, device)
+        rates = []
+        for epoch in range(args.epochs + 1):
+            start, tokens = time.perf_counter(), 0
+            for batch in batches:
+                moved = (v.to(device, non_blocking=True) if torch.is_tensor(v) else v for v in batch.values())
+                batch = dict(zip(batch, moved))
+                tokens += batch["count"]
+            synchronize(device)
+            if epoch > 0:
+                rates.append(tokens / (time.perf_counter() - start))
+        write(strategy, workers, rates)
+        if math.fsum(rates) > math.fsum(best.get(strategy, [])):
+            best[strategy] = rates
+    for strategy, rates in best.items():
+        write(strategy, "best", rates)
 
 
 if __name__ == "__main__":

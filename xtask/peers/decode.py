@@ -5,14 +5,13 @@ figure.
 """
 
 import argparse
-import json
-import sys
 import time
 
 import torch
 
-from decoders import DTYPES, NAMES, SHAPES, qwen2
-from records import environment, metric, synchronize
+from decoders import NAMES, SHAPES, qwen2
+from measure import synchronize
+from records import DTYPES, Records, add_arguments, environment, metric, progress
 
 
 def main():
@@ -23,20 +22,18 @@ def main():
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--records", required=True)
+    add_arguments(parser)
     args = parser.parse_args()
 
     device = torch.device(args.device)
-    where = environment(device)
+    records = Records(args.records, "lora-decode", environment(device))
     dtypes, batches = args.dtype.split(","), [int(batch) for batch in args.batch.split(",")]
-    with open(args.records, "a") as records, torch.no_grad():
+    with torch.no_grad():
         for done, dtype in enumerate(dtypes):
             torch.manual_seed(args.seed)
             model = qwen2(args.shape, dtype, device).eval()
             for batch in batches:
-                print(f"@progress {done} {len(dtypes)} {dtype}, {batch} at a time", file=sys.stderr, flush=True)
+                progress(done, len(dtypes), f"{dtype}, {batch} at a time")
                 ids = torch.randint(2, SHAPES[args.shape]["vocab_size"], (batch, args.prompt), device=device)
 
                 def seconds(new):
@@ -52,13 +49,10 @@ def main():
                 seconds(2)
                 times = [(seconds(args.new_tokens) - seconds(1)) / (args.new_tokens - 1) for _ in range(args.repeats)]
                 case = {"shape": NAMES[args.shape], "dtype": dtype, "batch": batch, "prompt": args.prompt}
-                for figure in [
+                records.put(case, [
                     metric("token_seconds", "s", times),
                     metric("tokens_per_second", "tokens/s", [batch / time_of for time_of in times]),
-                ]:
-                    record = {"experiment": "lora-decode", "case": case, "metric": figure, "environment": where}
-                    records.write(json.dumps(record) + "\n")
-                records.flush()
+                ])
             del model
 
 

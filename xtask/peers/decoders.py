@@ -1,4 +1,5 @@
-"""Decoders of real shapes with random weights, and the memory of this process, for the peers that use transformers."""
+"""Decoders of real shapes with random weights, whether Liger's kernels can run, and the memory of this process, for the peers that use
+transformers."""
 
 import torch
 import transformers
@@ -33,6 +34,17 @@ def qwen2(shape, dtype, device):
             return transformers.Qwen2ForCausalLM(config)
     finally:
         torch.set_default_dtype(before)
+
+
+def liger_missing(device):
+    """Why Liger's kernels cannot run, or None."""
+    if device.type != "cuda":
+        return "not compared: Liger's kernels need a GPU"
+    try:
+        import liger_kernel.transformers  # noqa: F401
+    except ImportError:
+        return "not compared: liger-kernel is not installed"
+    return None
 
 
 def reset_resident_peak():

@@ -4,7 +4,7 @@ A step is one forward and backward of the mean loss to the hidden states and the
 in low precision the logits go up to fp32 first, as transformers has it. `peak_above_bytes` is the largest number of live
 bytes in a step less the inputs and less their gradients, `peak_with_gradients_bytes` less the inputs only; the logits are let
 go when the loss is there, which a model that returns them does not do. On CUDA, Liger's fused loss and cut-cross-entropy are
-further methods where they are installed. `--accuracy` measures errors instead, of loss
+further methods where they are installed; each round measures all of them. `--accuracy` measures errors instead, of loss
 and gradients against fp64 over the same (rounded) inputs. Writes one JSON record per figure.
 
 Inputs are drawn in fp32 on the CPU from one generator of the seed, in this order, so that others can draw the same: hidden
@@ -13,21 +13,16 @@ states `randn(N, H)`, matrix `0.02 * randn(V, H)`, targets `randint(V, (N,))`, i
 
 import argparse
 import gc
-import json
-import sys
-import time
 
 import torch
 import torch.nn.functional as F
 
-from records import environment, metric, peak_of, synchronize
+from measure import forward_and_backward, peak_of, phases
+from records import DTYPES, Records, add_arguments, environment, metric, progress
+from turns import Turns
 
 IGNORED = -100
-DTYPES = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16, "fp16": torch.float16,
-}
+KINDS = DTYPES | {"fp16": torch.float16, "float16": torch.float16}
 # Shapes that divide by nothing beside ones that do: tokens, hidden, vocabulary, ignored.
 ACCURACY_SHAPES = [(256, 64, 1000, 0.0), (512, 128, 4096, 0.25), (33, 47, 517, 0.25)]
 # Beside PyTorch's own error, relative to the size of the exact result. Gradients: about one rounding to their dtype (unit
@@ -48,9 +43,9 @@ class Case:
         except ValueError as cause:
             raise argparse.ArgumentTypeError(f"`{text}`: {cause}; give for example 2048,896,151936,fp32,0.5")
         self.dtype = fields[3]
-        if min(self.tokens, self.hidden, self.vocabulary) < 1 or not 0 <= self.ignored <= 1 or self.dtype not in DTYPES:
+        if min(self.tokens, self.hidden, self.vocabulary) < 1 or not 0 <= self.ignored <= 1 or self.dtype not in KINDS:
             raise argparse.ArgumentTypeError(
-                f"`{text}`: sizes are at least 1, dtypes {', '.join(DTYPES)}, the ignored share from 0 to 1"
+                f"`{text}`: sizes are at least 1, dtypes {', '.join(KINDS)}, the ignored share from 0 to 1"
             )
 
     def keys(self, method):
@@ -62,7 +57,7 @@ class Case:
     def draw(self, seed, device):
         """Hidden states, matrix, targets, and how many of them have a label."""
         generator = torch.Generator().manual_seed(seed)
-        place = lambda tensor: tensor.to(DTYPES[self.dtype]).to(device).requires_grad_()
+        place = lambda tensor: tensor.to(KINDS[self.dtype]).to(device).requires_grad_()
         x = place(torch.randn(self.tokens, self.hidden, generator=generator))
         weight = place(torch.randn(self.vocabulary, self.hidden, generator=generator).mul_(0.02))
         targets = torch.randint(self.vocabulary, (self.tokens,), generator=generator)
@@ -105,28 +100,20 @@ def methods(device, dtypes):
 def step(loss_of, inputs, device):
     """One step; seconds of the forward and of the backward."""
     x, weight, targets = inputs
-    synchronize(device)
-    start = time.perf_counter()
-    loss = loss_of(x, weight, targets)
-    synchronize(device)
-    middle = time.perf_counter()
-    loss.backward()
-    synchronize(device)
-    end = time.perf_counter()
+    seconds = forward_and_backward(lambda: loss_of(x, weight, targets), lambda loss: loss.backward(), device)
     x.grad = weight.grad = None
-    return middle - start, end - middle
+    return seconds
 
 
 def speed(case, loss_of, inputs, labelled, repeats, device):
+    """Figures of one round, after a step that is not counted."""
     step(loss_of, inputs, device)
     times = [step(loss_of, inputs, device) for _ in range(repeats)]
     above = peak_of(lambda: step(loss_of, inputs, device), device)
     gradients = sum(tensor.numel() * tensor.element_size() for tensor in inputs[:2])
     flops = 6 * labelled * case.hidden * case.vocabulary
     return [
-        metric("forward_seconds", "s", [forward for forward, _ in times]),
-        metric("backward_seconds", "s", [backward for _, backward in times]),
-        metric("step_seconds", "s", [forward + backward for forward, backward in times]),
+        *phases(times),
         metric("peak_above_bytes", "B", [max(0, above - gradients)]),
         metric("peak_with_gradients_bytes", "B", [above]),
         metric("flop_rate", "FLOP/s", [flops / (forward + backward) for forward, backward in times]),
@@ -149,12 +136,23 @@ def errors(case, loss_of, inputs):
     return {name: ((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in exact}
 
 
+def accuracy(case, method, found, records):
+    """Records the errors of a method, each beside the one that is allowed."""
+    for tensor, error in found.items():
+        tolerances = LOSS_TOLERANCES if tensor == "loss" else TOLERANCES
+        allowed = error + tolerances[KINDS[case.dtype]]
+        what = f"{method}, {case.tokens} tokens, {case.dtype}, {100 * case.ignored:.0f} % ignored, V {case.vocabulary}"
+        print(f"{what}: {tensor} {error:.3e}, allowed {allowed:.3e}")
+        figures = [metric("error", "ratio", [error]), metric("allowed_error", "ratio", [allowed])]
+        records.put(case.keys(method) | {"tensor": tensor}, figures)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--hidden", type=int, default=896)
     parser.add_argument("--vocabulary", type=int, default=151936)
-    parser.add_argument("--dtype", choices=list(DTYPES), default="fp32")
+    parser.add_argument("--dtype", choices=list(KINDS), default="fp32")
     parser.add_argument("--ignored", type=float, default=0.0, help="share of the rows without a label")
     parser.add_argument(
         "--case", type=Case, action="append", default=[], metavar="TOKENS,HIDDEN,VOCABULARY,DTYPE,IGNORED",
@@ -162,9 +160,7 @@ def main():
     )
     parser.add_argument("--accuracy", action="store_true", help="errors against fp64 instead of time and memory")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--records", required=True)
+    add_arguments(parser)
     args = parser.parse_args()
 
     cases = args.case
@@ -185,38 +181,26 @@ def main():
 
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
-    where = environment(device)
-    dtypes = {DTYPES[case.dtype] for case in cases}
-    all_methods = methods(device, dtypes)
-
-    def put(records, keys, figures):
-        for figure in figures:
-            record = {"experiment": "fused-ce", "case": keys, "metric": figure, "environment": where}
-            records.write(json.dumps(record) + "\n")
-        records.flush()
-
-    with open(args.records, "a") as records:
-        for index, case in enumerate(cases):
-            *inputs, labelled = case.draw(args.seed, device)
+    all_methods = methods(device, {KINDS[case.dtype] for case in cases})
+    records = Records(args.records, "fused-ce", environment(device))
+    # Errors depend on no other program.
+    turns = None if args.accuracy else Turns(len(cases))
+    for index, case in enumerate(cases):
+        *inputs, labelled = case.draw(args.seed, device)
+        what = f"{case.tokens} tokens, {case.dtype}, {100 * case.ignored:.0f} % ignored"
+        for turn in turns.rounds() if turns else [None]:
             for offset, (method, loss_of) in enumerate(all_methods.items()):
-                keys = case.keys(method)
-                what = f"{method}, {case.tokens} tokens, {case.dtype}, {100 * case.ignored:.0f} % ignored"
-                done, total = index * len(all_methods) + offset, len(cases) * len(all_methods)
-                print(f"@progress {done} {total} {what}", file=sys.stderr, flush=True)
-                if not args.accuracy:
-                    put(records, keys, speed(case, loss_of, inputs, labelled, args.repeats, device))
-                    continue
-                for tensor, error in errors(case, loss_of, inputs).items():
-                    tolerances = LOSS_TOLERANCES if tensor == "loss" else TOLERANCES
-                    allowed = error + tolerances[DTYPES[case.dtype]]
-                    print(f"{what}, V {case.vocabulary}: {tensor} {error:.3e}, allowed {allowed:.3e}")
-                    figures = [metric("error", "ratio", [error]), metric("allowed_error", "ratio", [allowed])]
-                    put(records, {**keys, "tensor": tensor}, figures)
-            # Nothing of a case is there when the next is measured.
-            del inputs
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+                progress(index * len(all_methods) + offset, len(cases) * len(all_methods), f"{method}, {what}")
+                if turns:
+                    figures = speed(case, loss_of, inputs, labelled, args.repeats, device)
+                    records.put(case.keys(method), figures, turn)
+                else:
+                    accuracy(case, method, errors(case, loss_of, inputs), records)
+        # Nothing of a case is there when the next is measured.
+        del inputs
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

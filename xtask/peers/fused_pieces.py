@@ -5,14 +5,13 @@ of all inputs from given upstream gradients. Writes one JSON record per figure; 
 """
 
 import argparse
-import json
-import sys
 import time
 
 import torch
 import torch.nn.functional as F
 
-from records import environment, metric, synchronize
+from measure import synchronize
+from records import DTYPES, Records, add_arguments, environment, metric, progress
 
 # Batch, sequence, heads of queries, of keys, their width, and the width within the MLP.
 SHAPES = [
@@ -80,36 +79,28 @@ def measure(step, device, budget):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--budget", type=float, default=0.3)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--records", required=True)
+    add_arguments(parser)
     args = parser.parse_args()
 
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
-    where = environment(device)
+    records = Records(args.records, "fused-pieces", environment(device))
     steps = [(*piece, *shape) for piece in PIECES for shape in SHAPES]
-    with open(args.records, "a") as records:
-        for index, (what, make, shape, sizes) in enumerate(steps):
-            print(f"@progress {index} {len(steps)} {what}", file=sys.stderr, flush=True)
-            for dtype, kind in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-                piece, shapes = make(sizes, kind, device)
-                inputs = [torch.randn(shape, device=device).to(kind).requires_grad_() for shape in shapes]
-                upstream = [output.detach().clone() for output in piece(*inputs)]
-                torch.compiler.reset()
-                compiled = torch.compile(piece, dynamic=False)
-                for level, callee in (("eager", piece), ("torch.compile", compiled)):
-                    for part, step in (("forward", forward), ("forward + backward", both)):
-                        samples = measure(lambda: step(callee, inputs, upstream), device, args.budget)
-                        case = {
-                            "what": what, "dtype": dtype, "shape": shape, "part": part,
-                            "device": args.device, "level": level,
-                        }
-                        record = {
-                            "experiment": "fused-pieces", "case": case,
-                            "metric": metric("seconds", "s", samples), "environment": where,
-                        }
-                        records.write(json.dumps(record) + "\n")
+    for index, (what, make, shape, sizes) in enumerate(steps):
+        progress(index, len(steps), what)
+        for dtype, kind in DTYPES.items():
+            piece, shapes = make(sizes, kind, device)
+            inputs = [torch.randn(shape, device=device).to(kind).requires_grad_() for shape in shapes]
+            upstream = [output.detach().clone() for output in piece(*inputs)]
+            torch.compiler.reset()
+            compiled = torch.compile(piece, dynamic=False)
+            for level, callee in (("eager", piece), ("torch.compile", compiled)):
+                for part, step in (("forward", forward), ("forward + backward", both)):
+                    samples = measure(lambda: step(callee, inputs, upstream), device, args.budget)
+                    case = {
+                        "what": what, "dtype": dtype, "shape": shape, "part": part, "device": args.device, "level": level,
+                    }
+                    records.put(case, [metric("seconds", "s", samples)])
 
 
 if __name__ == "__main__":

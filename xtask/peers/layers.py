@@ -7,21 +7,28 @@ run, the record says why. Writes one JSON record per figure.
 """
 
 import argparse
-import sys
-import time
 
 import torch
 import transformers
 
-from records import DTYPES, Delegate, Records, Turns, busy_of, environment, metric, not_measured, peak_of, synchronize
+from decoders import liger_missing
+from measure import busy_of, forward_and_backward, peak_of, phases
+from records import DTYPES, Records, add_arguments, environment, metric, not_measured, progress
+from turns import Delegate, Turns
 
 VOCABULARY = 256
 
 
+def sizes(args):
+    """Hidden size, intermediate size, heads and key-value heads."""
+    return [int(size) for size in args.shape.split(",")]
+
+
 def model_of(args, kind, device):
+    hidden, intermediate, heads, kv_heads = sizes(args)
     config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=args.hidden, intermediate_size=args.intermediate, num_hidden_layers=args.layers,
-        num_attention_heads=args.heads, num_key_value_heads=args.kv_heads, max_position_embeddings=args.tokens,
+        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=args.layers,
+        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=args.tokens,
         bos_token_id=0, eos_token_id=1, use_cache=False,
     )
     config._attn_implementation = "sdpa"
@@ -34,17 +41,6 @@ def model_of(args, kind, device):
         torch.set_default_dtype(before)
 
 
-def liger_missing(device):
-    """Why Liger's kernels cannot run, or None."""
-    if device.type != "cuda":
-        return "not compared: Liger's kernels need a GPU"
-    try:
-        import liger_kernel.transformers  # noqa: F401
-    except ImportError:
-        return "not compared: liger-kernel is not installed"
-    return None
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, help="of the one row; 8192 on CUDA, 512 on a CPU")
@@ -54,9 +50,7 @@ def main():
     parser.add_argument("--repeats", type=int, default=10, help="steps of a round")
     parser.add_argument("--variants", default="eager,liger", help="one or more of eager, torch.compile, liger")
     parser.add_argument("--compile-only", action="store_true", help="fill the compiler's caches and measure nothing")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--records", required=True)
+    add_arguments(parser)
     args = parser.parse_args()
 
     device = torch.device(args.device)
@@ -65,7 +59,7 @@ def main():
     args.dtype = args.dtype or ("bf16" if cuda else "fp32")
     args.tokens = args.tokens or (8192 if cuda else 512)
     args.shape = args.shape or ("4096,14336,32,8" if cuda else "896,4864,14,2")
-    args.hidden, args.intermediate, args.heads, args.kv_heads = (int(size) for size in args.shape.split(","))
+    hidden = sizes(args)[0]
     variants, dtypes = args.variants.split(","), args.dtype.split(",")
     alone = variants == ["liger"]
     lacking = liger_missing(device) if "liger" in variants else None
@@ -79,36 +73,28 @@ def main():
     records = Records(args.records, "layers", environment(device))
     delegate = None
     if "liger" in variants and not alone and lacking is None and not args.compile_only:
-        names = ["tokens", "shape", "layers", "dtype", "repeats", "device", "seed", "records"]
-        flags = [text for name in names for text in (f"--{name}", str(getattr(args, name)))]
-        delegate = Delegate([*flags, "--variants", "liger"])
+        delegate = Delegate(args, variants="liger")
 
     row = torch.randint(VOCABULARY, (1, args.tokens), device=device)
 
     def step(model, forward, upstream):
-        synchronize(device)
-        start = time.perf_counter()
-        y = forward(input_ids=row).last_hidden_state
-        synchronize(device)
-        middle = time.perf_counter()
-        y.backward(upstream)
-        synchronize(device)
-        end = time.perf_counter()
+        result = lambda: forward(input_ids=row).last_hidden_state
+        seconds = forward_and_backward(result, lambda y: y.backward(upstream), device)
         model.zero_grad(set_to_none=True)
-        return middle - start, end - middle
+        return seconds
 
     turns = Turns(len(dtypes))
     for dtype in dtypes:
         kind = DTYPES[dtype]
-        upstream = torch.randn(1, args.tokens, args.hidden, device=device, dtype=kind)
-        case = {"dtype": dtype, "tokens": args.tokens, "hidden": args.hidden, "layers": args.layers}
+        upstream = torch.randn(1, args.tokens, hidden, device=device, dtype=kind)
+        case = {"dtype": dtype, "tokens": args.tokens, "hidden": hidden, "layers": args.layers}
         if lacking and not alone:
             records.put({"variant": "liger"} | case, [not_measured("step_seconds", "s", lacking)])
         # In turns all variants are prepared first; else one after the other.
         for group in [own] if turns.count else [[variant] for variant in own]:
             ready = []
             for variant in group:
-                print(f"@progress {turns.done} {turns.total} {dtype}, {variant}", file=sys.stderr, flush=True)
+                progress(turns.done, turns.total, f"{dtype}, {variant}")
                 model = model_of(args, kind, device)
                 forward = torch.compile(model, dynamic=False) if variant == "torch.compile" else model
                 for _ in range(2):
@@ -119,12 +105,9 @@ def main():
             for turn in turns.rounds():
                 for variant, model, forward in ready:
                     times = [step(model, forward, upstream) for _ in range(args.repeats)]
-                    records.put({"variant": variant} | case, [
-                        metric("forward_seconds", "s", [forward for forward, _ in times]),
-                        metric("backward_seconds", "s", [backward for _, backward in times]),
-                        metric("step_seconds", "s", [forward + backward for forward, backward in times]),
-                        metric("peak_above_bytes", "B", [peak_of(lambda: step(model, forward, upstream), device)]),
-                    ], turn)
+                    peak = peak_of(lambda: step(model, forward, upstream), device)
+                    figures = [*phases(times), metric("peak_above_bytes", "B", [peak])]
+                    records.put({"variant": variant} | case, figures, turn)
                     if turns.is_last(turn):
                         busy = busy_of(lambda: step(model, forward, upstream), device)
                         records.put({"variant": variant} | case, [busy])

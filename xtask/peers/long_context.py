@@ -7,8 +7,6 @@ which is no device beside its host, the model is whole. Writes one JSON record p
 """
 
 import argparse
-import json
-import sys
 import time
 
 import torch
@@ -16,7 +14,9 @@ import torch.distributed as dist
 import transformers
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from records import environment, metric, peak_of, synchronize
+from decoders import liger_missing
+from measure import peak_of, synchronize
+from records import Records, add_arguments, environment, metric, progress
 
 SHAPES = {
     "cuda": {"name": "Llama-3-8B", "vocabulary": 128256, "hidden": 4096, "inner": 14336, "layers": 32, "heads": 32, "kv_heads": 8},
@@ -49,21 +49,11 @@ def model_of(shape, tokens, device, liger):
     return model
 
 
-def has_liger():
-    try:
-        import liger_kernel.transformers  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="*", help="lengths [default: 32768 on CUDA, 64 and 128 on a CPU]")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--records", required=True)
+    add_arguments(parser)
     args = parser.parse_args()
 
     device = torch.device(args.device)
@@ -73,37 +63,32 @@ def main():
         torch.cuda.set_device(device)
         # Gloo for what is on the host.
         dist.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1, store=dist.HashStore())
-    variants = ["plain"] + (["liger"] if device.type == "cuda" and has_liger() else [])
-    where = environment(device)
+    variants = ["plain"] + (["liger"] if liger_missing(device) is None else [])
     lengths = args.tokens or TOKENS[device.type]
-    with open(args.records, "a") as records:
-        for done, (variant, tokens) in enumerate((variant, tokens) for variant in variants for tokens in lengths):
-            print(f"@progress {done} {len(variants) * len(lengths)} {variant}, {tokens} tokens", file=sys.stderr, flush=True)
-            model = model_of(shape, tokens, device, variant == "liger")
-            row = torch.randint(shape["vocabulary"], (1, tokens), device=device)
+    records = Records(args.records, "long-context", environment(device))
+    for done, (variant, tokens) in enumerate((variant, tokens) for variant in variants for tokens in lengths):
+        progress(done, len(variants) * len(lengths), f"{variant}, {tokens} tokens")
+        model = model_of(shape, tokens, device, variant == "liger")
+        row = torch.randint(shape["vocabulary"], (1, tokens), device=device)
 
-            def step():
-                synchronize(device)
-                start = time.perf_counter()
-                loss = model(input_ids=row, labels=row).loss
-                loss.backward()
-                synchronize(device)
-                seconds = time.perf_counter() - start
-                model.zero_grad(set_to_none=True)
-                return seconds
+        def step():
+            synchronize(device)
+            start = time.perf_counter()
+            loss = model(input_ids=row, labels=row).loss
+            loss.backward()
+            synchronize(device)
+            seconds = time.perf_counter() - start
+            model.zero_grad(set_to_none=True)
+            return seconds
 
-            step()
-            figures = [
-                metric("step_seconds", "s", [step() for _ in range(args.repeats)]),
-                metric("peak_bytes", "B", [peak_of(step, device)]),
-            ]
-            loss = "fused" if variant == "liger" else "plain"
-            case = {"variant": variant, "model": shape["name"], "tokens": tokens, "loss": loss, "shows": "step"}
-            for figure in figures:
-                record = {"experiment": "long-context", "case": case, "metric": figure, "environment": where}
-                records.write(json.dumps(record) + "\n")
-            records.flush()
-            del model
+        step()
+        loss = "fused" if variant == "liger" else "plain"
+        case = {"variant": variant, "model": shape["name"], "tokens": tokens, "loss": loss, "shows": "step"}
+        records.put(case, [
+            metric("step_seconds", "s", [step() for _ in range(args.repeats)]),
+            metric("peak_bytes", "B", [peak_of(step, device)]),
+        ])
+        del model
     if dist.is_initialized():
         dist.destroy_process_group()
 

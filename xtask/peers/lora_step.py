@@ -13,14 +13,15 @@ profiler tells it, above what lived before the step, plus that). Writes one JSON
 
 import argparse
 import statistics
-import sys
 import time
 
 import peft
 import torch
 
-from decoders import NAMES, SHAPES, qwen2, reset_resident_peak, resident_peak
-from records import DTYPES, Delegate, Records, Turns, busy_of, environment, metric, not_measured, peak_of, synchronize
+from decoders import NAMES, SHAPES, liger_missing, qwen2, reset_resident_peak, resident_peak
+from measure import busy_of, peak_of, synchronize
+from records import DTYPES, Records, add_arguments, environment, metric, not_measured, progress
+from turns import Delegate, Turns
 
 COMPILED = {"torch.compile": "default", "reduce-overhead": "reduce-overhead"}
 LEVELS = ["eager", *COMPILED, "liger"]
@@ -29,17 +30,6 @@ NOT_COMPARED = {
     "unsloth": "not compared: it needs bitsandbytes, xformers and its own versions of torch",
     "torchao": "not compared: its quantised bases are no bf16 or fp32 step",
 }
-
-
-def liger_missing(device):
-    """Why Liger's kernels cannot run, or None."""
-    if device.type != "cuda":
-        return "not compared: Liger's kernels need a GPU"
-    try:
-        import liger_kernel.transformers  # noqa: F401
-    except ImportError:
-        return "not compared: liger-kernel is not installed"
-    return None
 
 
 class Prepared:
@@ -143,9 +133,7 @@ def arguments():
     parser.add_argument("--methods", default="recompute,keep")
     parser.add_argument("--levels", default="eager,torch.compile", help=f"one or more of {', '.join(LEVELS)}")
     parser.add_argument("--compile-only", action="store_true", help="fill the compiler's caches and measure nothing")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--records", required=True)
+    add_arguments(parser)
     return parser.parse_args()
 
 
@@ -165,9 +153,7 @@ def main():
 
     delegate = None
     if "liger" in levels and not alone and where_liger_lacks is None and not args.compile_only:
-        names = ["shape", "batch", "sequence", "dtype", "repeats", "train", "answers", "methods", "device", "seed", "records"]
-        flags = [text for name in names for text in (f"--{name}", str(getattr(args, name)))]
-        delegate = Delegate([*flags, "--levels", "liger"])
+        delegate = Delegate(args, levels="liger")
 
     turns = Turns(len(dtypes) * len(methods))
     for dtype in dtypes:
@@ -184,7 +170,7 @@ def main():
             for group in [own] if turns.count else [[level] for level in own]:
                 ready = []
                 for level in group:
-                    print(f"@progress {turns.done} {turns.total} {dtype}, {method}, {level}", file=sys.stderr, flush=True)
+                    progress(turns.done, turns.total, f"{dtype}, {method}, {level}")
                     ready.append((level, *warmed(prepared, level)))
                 if args.compile_only:
                     continue

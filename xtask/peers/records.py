@@ -1,7 +1,6 @@
-"""What every peer writes into its records: where it ran, and a figure with its spread. And how it takes turns.
+"""What every peer writes into its records: where it ran, and a figure with its spread.
 
-The fields are those of `report`'s records, which `cargo xtask compare` reads from both sides. Where that sets `FRUGAL_TURNS`, each
-program prepares a case, writes `@turn DONE TOTAL` to standard error, waits for a line on standard input, and measures one round.
+The fields are those of `report`'s records, which `cargo xtask compare` reads from both sides.
 """
 
 import importlib.metadata
@@ -9,7 +8,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 
@@ -17,12 +15,7 @@ import torch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Distributions whose versions decide a peer's speed.
-PACKAGES = ["transformers", "peft", "liger_kernel", "triton"]
-
-
-def synchronize(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+PACKAGES = ["transformers", "peft", "liger_kernel", "cut_cross_entropy", "triton"]
 
 
 def environment(device):
@@ -73,88 +66,8 @@ class Records:
         self.file.flush()
 
 
-class Turns:
-    """The rounds of each of `cases` cases; one round without a number where nobody gives turns."""
-
-    def __init__(self, cases):
-        self.count = int(os.environ.get("FRUGAL_TURNS", "0"))
-        self.done, self.total = 0, cases * max(self.count, 1)
-
-    def rounds(self):
-        """Yields the number of each round when it is this program's turn."""
-        if self.count == 0:
-            yield None
-            return
-        for turn in range(self.count):
-            print(f"@turn {self.done} {self.total}", file=sys.stderr, flush=True)
-            if not sys.stdin.readline():
-                sys.exit("error: the process that gives the turns has ended")
-            self.done += 1
-            yield turn
-
-    def is_last(self, turn):
-        return turn is None or turn + 1 == self.count
-
-
-class Delegate:
-    """Another process of this script, which measures levels that change classes for the whole process, in turn with this one."""
-
-    def __init__(self, arguments):
-        command = [sys.executable, os.path.abspath(sys.argv[0]), *arguments]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.waits = False
-        self.settle()
-
-    def settle(self):
-        """Reads what it writes until it waits for its turn, or has ended."""
-        self.waits = False
-        for line in self.process.stderr:
-            if line.startswith("@turn "):
-                self.waits = True
-                return
-            sys.stderr.write(line)
-        if self.process.wait() != 0:
-            sys.exit(f"error: the process of {' '.join(self.process.args[2:])} ended with {self.process.returncode}")
-
-    def turn(self):
-        """Lets it measure one round."""
-        if self.waits:
-            self.process.stdin.write("\n")
-            self.process.stdin.flush()
-            self.settle()
-
-
 def not_measured(name, unit, why):
     return {"name": name, "unit": unit, "value": None, "n": 0, "note": why}
-
-
-def union(intervals):
-    """Length of the union of intervals (start, end)."""
-    total, reached = 0, None
-    for start, end in sorted(intervals):
-        if reached is None or start > reached:
-            total, reached = total + end - start, end
-        elif end > reached:
-            total, reached = total + end - reached, end
-    return total
-
-
-def busy_of(run, device):
-    """The time in which the GPU computes or copies while `run` runs once: what remains of a step if the host takes no time."""
-    name = "gpu_busy_seconds"
-    if device.type != "cuda":
-        return not_measured(name, "s", "the processor computes")
-    run()
-    synchronize(device)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        run()
-        synchronize(device)
-    events = [
-        event for event in profile.profiler.kineto_results.events()
-        if event.device_type() == torch.autograd.DeviceType.CUDA and not event.is_user_annotation()
-    ]
-    busy = union((event.start_ns(), event.start_ns() + event.duration_ns()) for event in events)
-    return metric(name, "s", [busy / 1e9]) if events else not_measured(name, "s", "the profiler saw no kernel")
 
 
 def metric(name, unit, samples):
@@ -165,19 +78,13 @@ def metric(name, unit, samples):
     return record
 
 
-def peak_of(run, device):
-    """Largest number of live bytes while `run` runs, beyond those there before it."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        return torch.cuda.max_memory_allocated(device) - before
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        run()
-    live = peak = 0
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
+def add_arguments(parser):
+    """Adds the arguments that every peer has."""
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--records", required=True)
+
+
+def progress(done, total, message):
+    """Says how far this program is, and what it does."""
+    print(f"@progress {done} {total} {message}", file=sys.stderr, flush=True)

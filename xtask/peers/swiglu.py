@@ -5,15 +5,13 @@ weights, gradients dropped between steps. Writes one JSON record per figure.
 """
 
 import argparse
-import json
-import sys
-import time
 
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from records import environment, metric, peak_of, synchronize
+from measure import forward_and_backward, peak_of, phases
+from records import Records, add_arguments, environment, metric, progress
 
 
 class SwigluMlp(torch.nn.Module):
@@ -41,58 +39,43 @@ class Stack(torch.nn.Module):
 
 def step(model, x, device):
     """One step; seconds of the forward and of the backward."""
-    synchronize(device)
-    start = time.perf_counter()
-    y = model(x)
-    synchronize(device)
-    middle = time.perf_counter()
-    y.sum().backward()
-    synchronize(device)
-    end = time.perf_counter()
+    seconds = forward_and_backward(lambda: model(x), lambda y: y.sum().backward(), device)
     model.zero_grad(set_to_none=True)
     x.grad = None
-    return middle - start, end - middle
+    return seconds
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", required=True, help="BATCH,SEQ,HIDDEN,INTERMEDIATE,LAYERS")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--records", required=True)
+    add_arguments(parser)
     args = parser.parse_args()
 
     batch, seq, hidden, intermediate, layers = (int(size) for size in args.config.split(","))
     device = torch.device(args.device)
     torch.manual_seed(args.seed)
     flops = 9 * 2 * batch * seq * hidden * intermediate * layers
-    where = environment(device)
-    with open(args.records, "a") as records:
-        for level, recompute in (("eager", False), ("checkpoint", True)):
-            print(f"@progress {int(recompute)} 2 {level}", file=sys.stderr, flush=True)
-            model = Stack(layers, hidden, intermediate, recompute).to(device)
-            x = torch.randn(batch, seq, hidden, device=device, requires_grad=True)
-            step(model, x, device)
-            times = [step(model, x, device) for _ in range(args.repeats)]
-            above = peak_of(lambda: step(model, x, device), device)
-            weights = sum(p.numel() * p.element_size() for p in model.parameters())
-            resident = weights + x.numel() * x.element_size()
-            figures = [
-                metric("forward_seconds", "s", [forward for forward, _ in times]),
-                metric("backward_seconds", "s", [backward for _, backward in times]),
-                metric("step_seconds", "s", [forward + backward for forward, backward in times]),
-                metric("peak_bytes", "B", [above + resident]),
-                metric("peak_above_weights_bytes", "B", [above + resident - weights]),
-                metric("flop_rate", "FLOP/s", [flops / (forward + backward) for forward, backward in times]),
-            ]
-            case = {
-                "device": args.device, "dtype": "fp32", "batch": batch, "seq": seq, "hidden": hidden,
-                "intermediate": intermediate, "layers": layers, "level": level,
-            }
-            for figure in figures:
-                record = {"experiment": "swiglu", "case": case, "metric": figure, "environment": where}
-                records.write(json.dumps(record) + "\n")
+    records = Records(args.records, "swiglu", environment(device))
+    for done, (level, recompute) in enumerate([("eager", False), ("checkpoint", True)]):
+        progress(done, 2, level)
+        model = Stack(layers, hidden, intermediate, recompute).to(device)
+        x = torch.randn(batch, seq, hidden, device=device, requires_grad=True)
+        step(model, x, device)
+        times = [step(model, x, device) for _ in range(args.repeats)]
+        above = peak_of(lambda: step(model, x, device), device)
+        weights = sum(p.numel() * p.element_size() for p in model.parameters())
+        resident = weights + x.numel() * x.element_size()
+        case = {
+            "device": args.device, "dtype": "fp32", "batch": batch, "seq": seq, "hidden": hidden,
+            "intermediate": intermediate, "layers": layers, "level": level,
+        }
+        records.put(case, [
+            *phases(times),
+            metric("peak_bytes", "B", [above + resident]),
+            metric("peak_above_weights_bytes", "B", [above + resident - weights]),
+            metric("flop_rate", "FLOP/s", [flops / (forward + backward) for forward, backward in times]),
+        ])
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ moments are bf16. Writes one JSON record per figure; compilation is measured apa
 import argparse
 import math
 import statistics
-import sys
 import time
 
 import torch
 import torch.nn.functional as F
 
-from records import DTYPES, Records, Turns, busy_of, environment, metric, peak_of, synchronize
+from measure import busy_of, peak_of, synchronize
+from records import DTYPES, Records, add_arguments, environment, metric, progress
+from turns import Turns
 
 IGNORED = -100
 COMPILED = {"torch.compile": "default", "reduce-overhead": "reduce-overhead"}
@@ -143,9 +144,7 @@ def main():
     parser.add_argument("--steps", type=int, default=10, help="steps of a round")
     parser.add_argument("--levels", default="eager,torch.compile", help=f"one or more of eager, {', '.join(COMPILED)}")
     parser.add_argument("--compile-only", action="store_true", help="fill the compiler's caches and measure nothing")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--records", required=True)
+    add_arguments(parser)
     args = parser.parse_args()
 
     device = torch.device(args.device)
@@ -161,8 +160,7 @@ def main():
         for group in [levels] if turns.count else [[level] for level in levels]:
             ready = []
             for level in group:
-                what = f"{dtype}, {level}"
-                print(f"@progress {turns.done} {turns.total} GPT-2-like, a training step, {what}", file=sys.stderr, flush=True)
+                progress(turns.done, turns.total, f"GPT-2-like, a training step, {dtype}, {level}")
                 ready.append(Prepared(level, dtype, args, device))
             if args.compile_only:
                 continue
