@@ -11,6 +11,7 @@ mod lora_memory;
 mod nf4;
 mod on_cuda;
 mod operators_on_gpu;
+mod peft_low_precision;
 mod recompute;
 mod targets;
 mod writers;
