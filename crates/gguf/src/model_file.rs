@@ -9,6 +9,7 @@ mod metadata;
 mod rope;
 mod splits;
 mod tied;
+mod tokenizer;
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -141,6 +142,15 @@ impl ModelFile {
     /// Returns what the user should know.
     pub fn notes(&self) -> &[String] {
         &self.notes
+    }
+
+    /// Returns the other files of a model's folder by name, with their texts: `tokenizer.json`, `tokenizer_config.json`,
+    /// `generation_config.json`, and `chat_template.jinja` if the file has a template.
+    ///
+    /// # Errors
+    /// A missing key; a tokenizer or a pre-tokenizer that is not known, by name.
+    pub fn companion_files(&self) -> Result<Vec<(&'static str, String)>> {
+        tokenizer::files(&Metadata::new(&self.files[0])?)
     }
 
     /// Decodes rows of a tensor in Hugging Face's order, a vector being one row, and appends the values.

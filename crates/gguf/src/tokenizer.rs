@@ -9,7 +9,7 @@
 //!
 //! The rest is refused by name.
 
-mod pre;
+pub(crate) mod pre;
 mod sentencepiece;
 mod special;
 mod template;
@@ -22,6 +22,7 @@ use serde_json::{Map, Value as Json};
 use crate::error::{Result, file_error, unsupported};
 use crate::json::{self, Fields};
 use crate::value::{Array, Value};
+pub(crate) use special::KNOWN_ENDS;
 use special::Special;
 
 /// `tokenizer.ggml.token_type` of each kind of token.

@@ -55,6 +55,59 @@ const EXPRESSIONS: [(&str, Option<&str>, Option<&str>); 6] = [
     ),
 ];
 
+/// Other names of llama.cpp for the same expressions, and for the same way to take whole words.
+const ALIASES: [(&str, &[&str]); 5] = [
+    ("llama-bpe", &["llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"]),
+    ("smaug-bpe", &["dbrx"]),
+    ("qwen2", &["deepseek-r1-qwen", "megrez", "kormo"]),
+    ("gpt-4o", &["llama4", "kanana2"]),
+    ("gpt-2", &["phi-2", "olmo", "mpt"]),
+];
+/// Names of the splits that take every digit alone, and then GPT-2's words.
+const SINGLE_DIGITS: [&str; 4] = ["smollm", "starcoder", "refact", "command-r"];
+/// Names whose published tokenizers compose characters (NFC) first. llama.cpp does not.
+const COMPOSED: [&str; 3] = ["qwen2", "qwen35", "olmo"];
+
+/// What a name of llama.cpp means.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Pre {
+    /// The expressions at which texts are split, one after the other.
+    pub(crate) expressions: Vec<&'static str>,
+    /// Whether a word that is a token is taken whole.
+    pub(crate) ignore_merges: bool,
+    /// Whether characters are composed first.
+    pub(crate) composes: bool,
+    /// Whether llama.cpp begins each text with a token where a file does not say.
+    pub(crate) adds_begin: bool,
+}
+
+/// Returns what a name means; `None` for an unknown one.
+pub(crate) fn by_name(name: &str) -> Option<Pre> {
+    let composes = COMPOSED.contains(&name);
+    if SINGLE_DIGITS.contains(&name) {
+        return Some(Pre {
+            expressions: vec![r"\p{N}", GPT_2],
+            ignore_merges: false,
+            composes,
+            adds_begin: false,
+        });
+    }
+    let usual = ALIASES.iter().find(|(_, others)| others.contains(&name)).map_or(name, |(usual, _)| usual);
+    let (expression, unmerged, _) =
+        EXPRESSIONS.iter().find(|(_, unmerged, merged)| [*unmerged, *merged].contains(&Some(usual)))?;
+    let ignore_merges = *unmerged == Some(usual);
+    Some(Pre { expressions: vec![expression], ignore_merges, composes, adds_begin: ignore_merges })
+}
+
+/// Returns all known names.
+pub(crate) fn names() -> Vec<&'static str> {
+    let usual = EXPRESSIONS.iter().flat_map(|(_, unmerged, merged)| [*unmerged, *merged]).flatten();
+    let others = ALIASES.iter().flat_map(|(_, others)| others.iter().copied());
+    let mut names: Vec<&str> = usual.chain(others).chain(SINGLE_DIGITS).collect();
+    names.sort_unstable();
+    names
+}
+
 /// Returns the name of a tokenizer's pre-tokenizer.
 pub(super) fn name(fields: &Fields, tokenizer: &tokenizers::Tokenizer) -> Result<String> {
     let checksum = checksum(tokenizer).map_err(|cause| file_error(&fields.path, cause.to_string()))?;

@@ -16,7 +16,7 @@ use crate::value::Value;
 const ENDS_OF_TURN: [&str; 4] = ["<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"];
 
 /// Texts at which llama.cpp stops although no key of the file names them.
-const KNOWN_ENDS: [&str; 7] =
+pub(crate) const KNOWN_ENDS: [&str; 7] =
     ["<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<EOT>"];
 
 /// The keys of ends besides that of a text.

@@ -8,6 +8,7 @@ mod memory;
 mod model;
 mod model_file;
 mod ollama;
+mod real_models;
 mod refused;
 mod tiny_model;
 mod tokenizer;
