@@ -1,13 +1,16 @@
-"""Blocks of every type of GGUF, and their values as the Python package `gguf` decodes them.
+"""Blocks of every type of GGUF, their values as the Python package `gguf` decodes them, and values as llama.cpp encodes them.
 
-`--write FILE` makes the cases of `gguf`'s tests: for each type, random blocks with scales that are negative, zero, subnormal and large.
+`--write FILE` makes the cases of `gguf`'s tests: for each type, random blocks with scales that are negative, zero, subnormal and large;
+`encoded.values`, and for each type that is written their bytes by `ggml_quantize_chunk` of the library in `xllamacpp`.
 `--digests MODEL` prints for each tensor of a GGUF file the SHA-256 of its decoded values in fp32, little-endian."""
 
 import argparse
+import ctypes
 import hashlib
 
 import gguf
 import numpy as np
+import xllamacpp.xllamacpp
 from safetensors.numpy import save_file
 
 # The places of the f16 scales in a block, in bytes.
@@ -32,6 +35,33 @@ def random_blocks(kind, random):
     return blocks
 
 
+WRITTEN = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+
+
+def values_to_encode(random):
+    """Blocks of 256: normal, with heavy tails, of one sign, constant, zero, tiny, large, on a grid, and with groups of unlike sizes."""
+    normal = (random.standard_normal((6, 256)) * 0.02).astype(np.float32)
+    groups = np.exp(random.uniform(-12, 0, (3, 8))).repeat(32, axis=1).astype(np.float32)
+    return np.concatenate([
+        normal, (random.standard_t(3, (6, 256)) * 0.02).astype(np.float32), np.abs(normal[:2]) + 0.01, -np.abs(normal[:2]),
+        np.zeros((1, 256), np.float32), np.full((1, 256), 0.3, np.float32), np.full((1, 256), -0.3, np.float32), normal[:2] * 1e-6,
+        normal[:1] * 1e-30, normal[:2] * 1e5, np.round(normal[:3] * 50) / 50, normal[:3] * groups,
+        np.where(np.arange(256) < 32, normal[:1] * 1e-9, normal[:1]),
+    ]).astype(np.float32)
+
+
+def encode(values, name):
+    library = ctypes.CDLL(xllamacpp.xllamacpp.__file__)
+    library.ggml_quantize_chunk.restype = ctypes.c_size_t
+    library.ggml_quantize_chunk.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+    kind = gguf.GGMLQuantizationType[name]
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    out = np.zeros(values.size // block * size, np.uint8)
+    written = library.ggml_quantize_chunk(int(kind), values.ctypes.data, out.ctypes.data, 0, 1, values.size, None)
+    assert written == out.size
+    return out
+
+
 def write(path):
     random = np.random.default_rng(51)
     tensors = {}
@@ -46,6 +76,9 @@ def write(path):
         tensors[f"{name}.bytes"] = blocks.reshape(-1)
         with np.errstate(over="ignore"):
             tensors[f"{name}.values"] = gguf.quants.dequantize(blocks, kind).astype(np.float32).reshape(-1)
+    tensors["encoded.values"] = values_to_encode(random).reshape(-1)
+    for name in WRITTEN:
+        tensors[f"{name}.encoded"] = encode(tensors["encoded.values"], name)
     save_file(tensors, path)
 
 

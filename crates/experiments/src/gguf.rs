@@ -8,7 +8,7 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use ::gguf::{Adapter, Conversion, Model, TensorType};
+use ::gguf::{Adapter, Conversion, FileType, Model};
 use anyhow::Context;
 use clap::{Args, Subcommand};
 use lora::LoraConfig;
@@ -50,7 +50,7 @@ impl Verb {
 fn converted(folder: &Path) -> anyhow::Result<()> {
     let base = folder.join("model");
     let model = Model::open(&base)?;
-    for kind in TensorType::WRITTEN {
+    for kind in FileType::ALL {
         write(&model.convert(kind)?, &folder.join(format!("{kind}.gguf")))?;
     }
     let adapter = folder.join("adapter");
@@ -80,7 +80,7 @@ fn speed(bench: &mut Bench) -> anyhow::Result<()> {
     hugging_face::save(&weights, &folder, hugging_face::SHARD_BYTES)?;
     std::fs::copy(dataloading::embedded::folder()?.join("tokenizer.json"), folder.join("tokenizer.json"))?;
     let bytes = std::fs::metadata(folder.join("model.safetensors"))?.len() as f64;
-    bench.each(TensorType::WRITTEN, TensorType::to_string, |bench, kind| {
+    bench.each(FileType::ALL, FileType::to_string, |bench, kind| {
         let start = Instant::now();
         let model = Model::open(&folder)?;
         write(&model.convert(kind)?, &place.path().join("out.gguf"))?;

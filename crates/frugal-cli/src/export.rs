@@ -47,7 +47,7 @@ enum Format {
     Ollama,
 }
 
-/// The type of matrices in GGUF files.
+/// The types of matrices in GGUF files.
 #[derive(Clone, Copy, Debug, PartialEq, ValueEnum)]
 #[value(rename_all = "snake_case")]
 enum Type {
@@ -56,15 +56,27 @@ enum Type {
     Bf16,
     #[value(name = "q8_0")]
     Q8,
+    #[value(name = "q6_k")]
+    Q6,
+    #[value(name = "q5_k_m")]
+    Q5,
+    #[value(name = "q4_k_m")]
+    Q4,
+    #[value(name = "q4_0")]
+    Q4Plain,
 }
 
 impl Type {
-    fn get(self) -> gguf::TensorType {
+    fn get(self) -> gguf::FileType {
         match self {
-            Self::F32 => gguf::TensorType::F32,
-            Self::F16 => gguf::TensorType::F16,
-            Self::Bf16 => gguf::TensorType::BF16,
-            Self::Q8 => gguf::TensorType::Q8_0,
+            Self::F32 => gguf::FileType::F32,
+            Self::F16 => gguf::FileType::F16,
+            Self::Bf16 => gguf::FileType::BF16,
+            Self::Q8 => gguf::FileType::Q8_0,
+            Self::Q6 => gguf::FileType::Q6K,
+            Self::Q5 => gguf::FileType::Q5KM,
+            Self::Q4 => gguf::FileType::Q4KM,
+            Self::Q4Plain => gguf::FileType::Q4_0,
         }
     }
 }
@@ -98,7 +110,8 @@ pub(crate) struct Export {
     /// peft, merged: dtype of the tensors [default: unchanged]
     #[arg(long, value_enum)]
     dtype: Option<Dtype>,
-    /// gguf, ollama: type of the matrices [default: q8_0 for ollama, else f16]
+    /// gguf, ollama: type of the matrices, as llama.cpp names files; the mixtures q4_k_m and q5_k_m give some matrices q6_K
+    /// [default: q8_0 for ollama, else f16]
     #[arg(long = "type", value_enum)]
     kind: Option<Type>,
     /// peft: name of the base model for adapter_config.json

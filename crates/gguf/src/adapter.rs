@@ -13,8 +13,9 @@ use std::path::{Path, PathBuf};
 use decoder::Sizes;
 use serde_json::Value as Json;
 
-use crate::conversion::{Conversion, Planned, Rows, Values};
+use crate::conversion::{self, Conversion, Planned, Rows, Values};
 use crate::error::{Result, file_error, unsupported};
+use crate::file_type::FileType;
 use crate::json::Fields;
 use crate::model::{self, Family, gguf_name, tensor_shape, ties};
 use crate::safetensors::Tensors;
@@ -117,11 +118,12 @@ impl Adapter {
         if plan.is_empty() {
             return Err(file_error(&self.folder, "the adapter has no tensors"));
         }
+        conversion::sort(&mut plan);
         let metadata = vec![
             ("general.architecture".to_owned(), self.family.architecture.into()),
             ("general.type".to_owned(), "adapter".into()),
             ("general.name".to_owned(), self.name.clone().into()),
-            ("general.file_type".to_owned(), TensorType::F32.file_type().into()),
+            ("general.file_type".to_owned(), FileType::F32.number().into()),
             ("adapter.type".to_owned(), "lora".into()),
             ("adapter.lora.alpha".to_owned(), Value::F32(alpha as f32)),
         ];

@@ -13,6 +13,7 @@
 //! | mxfp4 | 32 | 17 | 4.25 | 2^e·F\[q\], with the 16 values F of E2M1 |
 //!
 //! [`dequantize`] gives the bits of ggml's reference and of the Python package `gguf`: products in fp32, without fused multiply-add.
+//! [`quantize`] gives the bytes of ggml's reference.
 //!
 //! ```
 //! use gguf::{TensorType, block};
@@ -28,6 +29,8 @@
 
 mod dequantize_32;
 mod dequantize_k;
+mod quantize_32;
+mod quantize_k;
 
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
@@ -72,6 +75,39 @@ pub fn dequantize(kind: TensorType, bytes: &[u8], values: &mut [f32]) {
     }
 }
 
+/// Encodes whole blocks as ggml's reference does without an importance matrix.
+///
+/// Floats are rounded to the nearest, ties to even. The bytes of blocks are ggml's, except where the inverse of a scale overflows, which
+/// ggml leaves undefined: there a value is zero.
+///
+/// # Panics
+/// If `values` are not whole blocks, if `bytes` is not as long as these blocks, or for a type that is not in [`TensorType::WRITTEN`].
+pub fn quantize(kind: TensorType, values: &[f32], bytes: &mut [u8]) {
+    let blocks = values.len() / kind.block_values();
+    assert!(
+        bytes.len() == blocks * kind.block_bytes() && values.len() == blocks * kind.block_values(),
+        "{} values for {} bytes of {kind}",
+        values.len(),
+        bytes.len()
+    );
+    match kind {
+        TensorType::F32 => put_each(values, bytes, |[x], y| *y = x.to_le_bytes()),
+        TensorType::F16 => put_each(values, bytes, |[x], y| *y = f16::from_f32(*x).to_le_bytes()),
+        TensorType::BF16 => put_each(values, bytes, |[x], y| *y = bf16::from_f32(*x).to_le_bytes()),
+        TensorType::Q4_0 => put_each(values, bytes, quantize_32::q4_0),
+        TensorType::Q4_1 => put_each(values, bytes, quantize_32::q4_1),
+        TensorType::Q5_0 => put_each(values, bytes, quantize_32::q5_0),
+        TensorType::Q5_1 => put_each(values, bytes, quantize_32::q5_1),
+        TensorType::Q8_0 => put_each(values, bytes, quantize_32::q8_0),
+        TensorType::Q4K => put_each(values, bytes, quantize_k::q4_k),
+        TensorType::Q5K => put_each(values, bytes, quantize_k::q5_k),
+        TensorType::Q6K => put_each(values, bytes, quantize_k::q6_k),
+        TensorType::Q2K | TensorType::Q3K | TensorType::IQ4NL | TensorType::IQ4XS | TensorType::MXFP4 => {
+            panic!("{kind} can be read but not written")
+        }
+    }
+}
+
 /// Calls a function with each block, of `B` bytes, and with the place for its `V` values.
 fn each<const B: usize, const V: usize>(
     bytes: &[u8],
@@ -80,6 +116,17 @@ fn each<const B: usize, const V: usize>(
 ) {
     for (block, values) in bytes.as_chunks().0.iter().zip(values.as_chunks_mut().0) {
         decode(block, values);
+    }
+}
+
+/// Calls a function with the `V` values of each block, and with the place for its `B` bytes.
+fn put_each<const V: usize, const B: usize>(
+    values: &[f32],
+    bytes: &mut [u8],
+    encode: impl Fn(&[f32; V], &mut [u8; B]),
+) {
+    for (values, block) in values.as_chunks().0.iter().zip(bytes.as_chunks_mut().0) {
+        encode(values, block);
     }
 }
 
@@ -98,4 +145,37 @@ fn halves(bytes: &[u8], values: &mut [f32]) {
 /// The f16 at a place of a block, as fp32.
 fn half(block: &[u8], at: usize) -> f32 {
     f16::from_le_bytes([block[at], block[at + 1]]).to_f32()
+}
+
+/// Writes a value as the f16 at a place of a block.
+fn put_half(block: &mut [u8], at: usize, value: f32) {
+    block[at..at + 2].copy_from_slice(&f16::from_f32(value).to_le_bytes());
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Numbers by hand: max |x| = 254, so d = 2; ties go away from zero.
+    #[test]
+    fn q8_0_rounds_ties_away_from_zero() {
+        let mut block = [0f32; 32];
+        block[..6].copy_from_slice(&[254.0, -254.0, 1.0, -1.0, 3.0, 2.9]);
+        let mut bytes = Vec::new();
+        TensorType::Q8_0.encode(&block, &mut bytes);
+        assert_eq!(bytes.len(), 34);
+        assert_eq!(bytes[..2], f16::from_f32(2.0).to_le_bytes());
+        let quantized: Vec<i8> = bytes[2..8].iter().map(|q| q.cast_signed()).collect();
+        assert_eq!(quantized, [127, -127, 1, -1, 2, 1]);
+        let mut values = Vec::new();
+        TensorType::Q8_0.decode(&bytes, &mut values);
+        assert_eq!(values[..6], [254.0, -254.0, 2.0, -2.0, 4.0, 2.0]);
+    }
+
+    #[test]
+    fn a_block_of_zeros_stays_zero() {
+        let mut bytes = Vec::new();
+        TensorType::Q8_0.encode(&[0.0; 64], &mut bytes);
+        assert_eq!(bytes, [0; 68]);
+    }
 }

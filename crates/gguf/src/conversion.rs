@@ -4,15 +4,22 @@ use std::io::{self, Write};
 use std::ops::Range;
 use std::path::Path;
 
+use rayon::prelude::*;
+
+use crate::block;
 use crate::error::{Error, Result, unsupported};
 use crate::reader::Reader;
+use crate::rounding::{first_difference, largest_value};
 use crate::safetensors::{Location, Tensors};
-use crate::tensor_type::{Q8_0_BLOCK, TensorType};
+use crate::tensor_type::TensorType;
 use crate::value::Value;
 use crate::writer::{Header, TensorInfo, Writer};
 
 /// Values that are converted at once.
 const CHUNK: u64 = 1 << 18;
+
+/// Values that a thread encodes at once, whole blocks of every type.
+const PARALLEL: usize = 1 << 13;
 
 /// The changes of a tensor's rows, or of a vector's elements, before they are written.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -56,12 +63,10 @@ pub struct Conversion<'a> {
 impl<'a> Conversion<'a> {
     pub(crate) fn new(
         metadata: Vec<(String, Value)>,
-        mut plan: Vec<Planned>,
+        plan: Vec<Planned>,
         tensors: &'a Tensors,
         notes: Vec<String>,
     ) -> Self {
-        // The order of llama.cpp's own files: embedding, blocks by number, the rest.
-        plan.sort_by_cached_key(|planned| order(&planned.info.name));
         let (infos, values) = plan.into_iter().map(|planned| (planned.info, planned.values)).unzip();
         Self { header: Header { metadata, tensors: infos }, values, tensors, notes }
     }
@@ -93,8 +98,7 @@ impl<'a> Conversion<'a> {
             for part in self.parts(info, values) {
                 let chunk = self.converted(values, part, info)?;
                 check_finite(info, &chunk)?;
-                bytes.clear();
-                info.kind.encode(&chunk, &mut bytes);
+                encode(info.kind, &chunk, &mut bytes);
                 writer.write(&bytes).map_err(fault)?;
             }
             writer.end_tensor().map_err(fault)?;
@@ -212,13 +216,18 @@ fn interleave(values: &[f32], head: usize, columns: usize) -> Vec<f32> {
     interleaved
 }
 
+/// Encodes whole blocks on all threads.
+fn encode(kind: TensorType, values: &[f32], bytes: &mut Vec<u8>) {
+    let blocks = PARALLEL / kind.block_values();
+    bytes.clear();
+    bytes.resize(values.len() / kind.block_values() * kind.block_bytes(), 0);
+    let parts = values.par_chunks(blocks * kind.block_values());
+    let places = bytes.par_chunks_mut(blocks * kind.block_bytes());
+    parts.zip(places).for_each(|(values, bytes)| block::quantize(kind, values, bytes));
+}
+
 fn check_finite(info: &TensorInfo, values: &[f32]) -> Result<()> {
-    // Above this an f16 is infinite; the scale of a q8_0 block is one, too.
-    let limit = match info.kind {
-        TensorType::F16 => 65519.0,
-        TensorType::Q8_0 => 65519.0 * 127.0,
-        _ => f32::MAX,
-    };
+    let limit = largest_value(info.kind);
     match values.iter().find(|value| value.is_nan() || value.abs() > limit) {
         None => Ok(()),
         Some(value) => Err(unsupported(
@@ -232,20 +241,9 @@ fn check_finite(info: &TensorInfo, values: &[f32]) -> Result<()> {
     }
 }
 
-/// Returns the first pair (meant, written) that differs by more than rounding.
-fn first_difference(kind: TensorType, meant: &[f32], written: &[f32]) -> Option<(f32, f32)> {
-    let block = if kind == TensorType::Q8_0 { Q8_0_BLOCK } else { 1 };
-    for (meant, written) in meant.chunks(block).zip(written.chunks(block)) {
-        let largest = meant.iter().fold(0f32, |largest, x| largest.max(x.abs()));
-        let pairs = meant.iter().zip(written);
-        for (x, y) in pairs {
-            let difference = (x - y).abs();
-            if difference.is_nan() || difference > kind.rounding(largest) {
-                return Some((*x, *y));
-            }
-        }
-    }
-    None
+/// Sorts tensors into the order of llama.cpp's own files: embedding, blocks by number, the rest.
+pub(crate) fn sort(plan: &mut [Planned]) {
+    plan.sort_by_cached_key(|planned| order(&planned.info.name));
 }
 
 /// The sort key of a tensor, by which the file is ordered.

@@ -9,10 +9,10 @@
 //! use std::io::{BufWriter, Write};
 //! use std::path::Path;
 //!
-//! use gguf::{Model, TensorType};
+//! use gguf::{FileType, Model};
 //!
 //! let model = Model::open(Path::new("Qwen2.5-0.5B"))?;
-//! let conversion = model.convert(TensorType::Q8_0)?;
+//! let conversion = model.convert(FileType::Q4KM)?;
 //! for note in conversion.notes() {
 //!     eprintln!("note: {note}");
 //! }
@@ -33,6 +33,7 @@
 //! | [`Conversion`] | a planned file |
 //! | [`ollama`] | Modelfiles |
 //! | [`Writer`], [`Reader`] | the container, version 3 |
+//! | [`FileType`] | the types of a file's matrices: one for all, or llama.cpp's mixtures such as q4_k_m |
 //! | [`TensorType`], [`block`] | how values are stored: f32, f16, bf16, and ggml's blocks |
 //!
 //! # What is supported
@@ -44,11 +45,13 @@ mod adapter;
 pub mod block;
 mod conversion;
 mod error;
+mod file_type;
 mod json;
 mod model;
 mod model_file;
 pub mod ollama;
 mod reader;
+mod rounding;
 mod safetensors;
 mod tensor_type;
 mod tokenizer;
@@ -58,10 +61,11 @@ mod writer;
 pub use adapter::{Adapter, Scale};
 pub use conversion::Conversion;
 pub use error::{Error, Result};
+pub use file_type::FileType;
 pub use model::Model;
 pub use model_file::{FileTensor, ModelFile, ReadOptions};
 pub use reader::Reader;
-pub use tensor_type::{Q8_0_BLOCK, TensorType};
+pub use tensor_type::TensorType;
 pub use tokenizer::Tokenizer;
 pub use value::{Array, Value};
 pub use writer::{Header, TensorInfo, Writer};

@@ -9,8 +9,9 @@ use std::path::{Path, PathBuf};
 
 use decoder::{DecoderConfig, Sizes};
 
-use crate::conversion::{Conversion, Planned, Rows, Values};
+use crate::conversion::{self, Conversion, Planned, Rows, Values};
 use crate::error::{Result, file_error, unsupported};
+use crate::file_type::{self, FileType};
 use crate::json::Fields;
 use crate::safetensors::{Location, Tensors};
 use crate::tensor_type::TensorType;
@@ -113,12 +114,12 @@ impl Model {
         &self.tokenizer
     }
 
-    /// Plans the conversion: matrices are stored as `kind`, vectors as `f32`. For `q8_0`, matrices whose rows are not a multiple of 32
-    /// long are stored as `f16`, as llama.cpp does, and [`Conversion::notes`] names them.
+    /// Plans the conversion: matrices are stored as the file type says, vectors as `f32`. Matrices whose rows are not whole blocks of their
+    /// type get another one, as in llama.cpp (`f16`, or for K-quants `q5_0`, `q5_1` or `q8_0`), and [`Conversion::notes`] counts them.
     ///
     /// # Errors
     /// Tensors that are missing, unknown, or of another shape than in `config.json`.
-    pub fn convert(&self, kind: TensorType) -> Result<Conversion<'_>> {
+    pub fn convert(&self, kind: FileType) -> Result<Conversion<'_>> {
         let mut plan = Vec::new();
         let mut notes = self.family.notes(&self.config)?;
         if !self.tied && self.config.flag("tie_word_embeddings", self.family.tied)? {
@@ -127,7 +128,7 @@ impl Model {
                     .to_owned(),
             );
         }
-        let (mut missing, mut shorter) = (self.needed(), Vec::new());
+        let mut missing = self.needed();
         for (name, values) in rope::factors(&self.config, self.family, &self.sizes)? {
             let info =
                 TensorInfo { name: name.to_owned(), shape: vec![values.len() as u64], kind: TensorType::F32 };
@@ -145,35 +146,35 @@ impl Model {
             missing.retain(|needed| needed != name);
             let Some(location) = self.tensors.get(name) else { continue };
             self.check_shape(name, location)?;
-            let info = TensorInfo { shape: location.shape.clone(), kind: stored(location, kind), name: new };
-            if info.kind != kind && location.shape.len() > 1 {
-                shorter.push(info.name.clone());
-            }
             plan.push(Planned {
-                info,
+                info: TensorInfo { shape: location.shape.clone(), kind: TensorType::F32, name: new },
                 values: Values::Stored { location: location.clone(), rows: transform },
             });
         }
         if self.tied && self.family.head_required {
             // llama.cpp has no tied head for this architecture.
             if let Some(embedding) = self.tensors.get(EMBEDDING) {
-                let kind = stored(embedding, kind);
-                let info =
-                    TensorInfo { name: "output.weight".to_owned(), shape: embedding.shape.clone(), kind };
+                let (name, shape) = ("output.weight".to_owned(), embedding.shape.clone());
+                let info = TensorInfo { name, shape, kind: TensorType::F32 };
                 let values = Values::Stored { location: embedding.clone(), rows: Rows::default() };
                 plan.push(Planned { info, values });
             }
         }
         self.refuse_differences(&missing, &unknown)?;
         notes.extend(self.tokenizer.notes().iter().cloned());
-        if let [first, ..] = shorter.as_slice() {
-            notes.push(format!(
-                "{} matrices are stored as f16, because their rows are not a multiple of 32 long: {first}{}",
-                shorter.len(),
-                if shorter.len() > 1 { ", …" } else { "" }
-            ));
-        }
+        conversion::sort(&mut plan);
+        let shorter = kind.choose(self.choice(), plan.iter_mut().map(|planned| &mut planned.info));
+        notes.extend(shorter_rows(&shorter));
         Ok(Conversion::new(self.metadata(kind)?, plan, &self.tensors, notes))
+    }
+
+    fn choice(&self) -> file_type::Decoder {
+        let is_70b = self.sizes.layers == 80
+            && match self.family.architecture {
+                "llama" => self.sizes.heads != self.sizes.kv_heads,
+                architecture => architecture == "qwen2",
+            };
+        file_type::Decoder { layers: self.sizes.layers, is_70b }
     }
 
     /// The names of the tensors that a model of these sizes has.
@@ -230,12 +231,12 @@ impl Model {
         }
     }
 
-    fn metadata(&self, kind: TensorType) -> Result<Vec<(String, Value)>> {
+    fn metadata(&self, kind: FileType) -> Result<Vec<(String, Value)>> {
         let mut metadata: Vec<(String, Value)> = vec![
             ("general.architecture".to_owned(), self.family.architecture.into()),
             ("general.type".to_owned(), "model".into()),
             ("general.name".to_owned(), self.name().into()),
-            ("general.file_type".to_owned(), kind.file_type().into()),
+            ("general.file_type".to_owned(), kind.number().into()),
             ("general.quantization_version".to_owned(), QUANTIZATION_VERSION.into()),
         ];
         metadata.extend(keys::keys(&self.config, self.family, &self.decoder)?);
@@ -260,11 +261,22 @@ pub(crate) fn ties(config: &Fields, family: &Family, tensors: &mut Tensors) -> R
     Ok(true)
 }
 
-/// The type in which a tensor is stored: vectors in fp32, since llama.cpp computes with them so.
-fn stored(location: &Location, kind: TensorType) -> TensorType {
-    match location.shape.as_slice() {
-        [] | [_] => TensorType::F32,
-        [.., columns] if kind.row_bytes(*columns).is_none() => TensorType::F16,
-        _ => kind,
+/// Returns a note for each type that stands for another.
+fn shorter_rows(tensors: &[(&TensorInfo, usize)]) -> Vec<String> {
+    let mut groups: Vec<(TensorType, usize, Vec<&str>)> = Vec::new();
+    for (tensor, block) in tensors {
+        match groups.iter_mut().find(|(kind, length, _)| (*kind, *length) == (tensor.kind, *block)) {
+            Some((_, _, names)) => names.push(&tensor.name),
+            None => groups.push((tensor.kind, *block, vec![&tensor.name])),
+        }
     }
+    let note = |(kind, block, names): (TensorType, usize, Vec<&str>)| {
+        format!(
+            "{} matrices are stored as {kind}, because their rows are not a multiple of {block} long: {}{}",
+            names.len(),
+            names[0],
+            if names.len() > 1 { ", …" } else { "" }
+        )
+    };
+    groups.into_iter().map(note).collect()
 }

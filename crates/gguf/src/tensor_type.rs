@@ -1,17 +1,8 @@
-//! The storage types of a tensor's values, and the conversions from and to fp32.
-//!
-//! Values are rounded as llama.cpp rounds them: to the nearest, ties to even, for `f16` and `bf16`; for `q8_0` each 32 values x share
-//! d = max |x| / 127, stored as `f16`, and are stored as the 8-bit integers round(x / d), ties away from zero, with d in fp32 (ggml's
-//! `quantize_row_q8_0_ref`).
+//! The storage types of a tensor's values.
 
 use std::fmt;
 
-use half::{bf16, f16};
-
 use crate::block;
-
-/// Values that share a scale in `q8_0`.
-pub const Q8_0_BLOCK: usize = 32;
 
 /// The type of a tensor in a GGUF file: how its values are stored. [`crate::block`] has the layouts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -71,8 +62,20 @@ impl TensorType {
         Self::MXFP4,
     ];
 
-    /// The types in which a conversion can store matrices.
-    pub const WRITTEN: [Self; 4] = [Self::F32, Self::F16, Self::BF16, Self::Q8_0];
+    /// The types that [`block::quantize`] writes.
+    pub const WRITTEN: [Self; 11] = [
+        Self::F32,
+        Self::F16,
+        Self::BF16,
+        Self::Q4_0,
+        Self::Q4_1,
+        Self::Q5_0,
+        Self::Q5_1,
+        Self::Q8_0,
+        Self::Q4K,
+        Self::Q5K,
+        Self::Q6K,
+    ];
 
     /// The number in ggml, the name, and the values and bytes of a block.
     const fn facts(self) -> (u32, &'static str, usize, usize) {
@@ -116,15 +119,9 @@ impl TensorType {
         self.facts().3
     }
 
-    /// Returns the number of a file whose matrices have this type (`general.file_type`).
-    pub fn file_type(self) -> u32 {
-        match self {
-            Self::F32 => 0,
-            Self::F16 => 1,
-            Self::Q8_0 => 7,
-            Self::BF16 => 32,
-            _ => 1024,
-        }
+    /// Whether values are integers or indices with scales, not floats of their own.
+    pub const fn is_quantized(self) -> bool {
+        self.block_values() > 1
     }
 
     /// Returns the bytes of a row of `columns` values; `None` if a row is not a whole number of blocks, or for an overflow.
@@ -134,18 +131,14 @@ impl TensorType {
         blocks.checked_mul(self.block_bytes() as u64)
     }
 
-    /// Appends the encoded values to `bytes`. The values are whole blocks.
+    /// Encodes whole blocks, and appends the bytes.
     ///
     /// # Panics
-    /// For a type that is not among [`TensorType::WRITTEN`].
+    /// As [`block::quantize`].
     pub fn encode(self, values: &[f32], bytes: &mut Vec<u8>) {
-        match self {
-            Self::F32 => bytes.extend(values.iter().flat_map(|x| x.to_le_bytes())),
-            Self::F16 => bytes.extend(values.iter().flat_map(|x| f16::from_f32(*x).to_le_bytes())),
-            Self::BF16 => bytes.extend(values.iter().flat_map(|x| bf16::from_f32(*x).to_le_bytes())),
-            Self::Q8_0 => values.chunks_exact(Q8_0_BLOCK).for_each(|block| encode_q8_0(block, bytes)),
-            _ => panic!("{self} is not among the types that a conversion writes"),
-        }
+        let start = bytes.len();
+        bytes.resize(start + values.len() / self.block_values() * self.block_bytes(), 0);
+        block::quantize(self, values, &mut bytes[start..]);
     }
 
     /// Decodes whole blocks, and appends the values.
@@ -154,27 +147,6 @@ impl TensorType {
         values.resize(start + bytes.len() / self.block_bytes() * self.block_values(), 0.0);
         block::dequantize(self, bytes, &mut values[start..]);
     }
-
-    /// Returns the largest rounding error of a value of this magnitude; for `q8_0`, of a value whose block has this maximum.
-    pub(crate) fn rounding(self, magnitude: f32) -> f32 {
-        match self {
-            Self::F32 => 0.0,
-            // Half a unit in the last place; below 2^-14, of the subnormal numbers.
-            Self::F16 => (magnitude * 2f32.powi(-11)).max(2f32.powi(-25)),
-            Self::BF16 => magnitude * 2f32.powi(-8) + f32::MIN_POSITIVE,
-            // Half a step, and 127 times the rounding of the scale to f16.
-            Self::Q8_0 => magnitude / 127.0 * 0.5001 + magnitude * 2f32.powi(-11) + 127.0 * 2f32.powi(-25),
-            _ => f32::INFINITY,
-        }
-    }
-}
-
-fn encode_q8_0(block: &[f32], bytes: &mut Vec<u8>) {
-    let largest = block.iter().fold(0f32, |largest, x| largest.max(x.abs()));
-    let scale = largest / 127.0;
-    let inverse = if scale == 0.0 { 0.0 } else { 1.0 / scale };
-    bytes.extend(f16::from_f32(scale).to_le_bytes());
-    bytes.extend(block.iter().map(|x| ((x * inverse).round() as i8).cast_unsigned()));
 }
 
 impl fmt::Display for TensorType {
@@ -209,52 +181,5 @@ pub(crate) fn unreadable_type(tensor: &str, number: u32) -> String {
              q8_0` (readable are {known})"
         ),
         None => format!("`{tensor}` has the type {number} of ggml, which is unknown; readable are {known}"),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Numbers by hand: max |x| = 254, so d = 2; ties go away from zero.
-    #[test]
-    fn q8_0_rounds_ties_away_from_zero() {
-        let mut block = [0f32; Q8_0_BLOCK];
-        block[..6].copy_from_slice(&[254.0, -254.0, 1.0, -1.0, 3.0, 2.9]);
-        let mut bytes = Vec::new();
-        TensorType::Q8_0.encode(&block, &mut bytes);
-        assert_eq!(bytes.len(), TensorType::Q8_0.block_bytes());
-        assert_eq!(bytes[..2], f16::from_f32(2.0).to_le_bytes());
-        let quantized: Vec<i8> = bytes[2..8].iter().map(|q| q.cast_signed()).collect();
-        assert_eq!(quantized, [127, -127, 1, -1, 2, 1]);
-        let mut values = Vec::new();
-        TensorType::Q8_0.decode(&bytes, &mut values);
-        assert_eq!(values[..6], [254.0, -254.0, 2.0, -2.0, 4.0, 2.0]);
-    }
-
-    #[test]
-    fn a_block_of_zeros_stays_zero() {
-        let mut bytes = Vec::new();
-        TensorType::Q8_0.encode(&[0.0; 64], &mut bytes);
-        assert_eq!(bytes, [0; 68]);
-    }
-
-    #[test]
-    fn every_type_decodes_within_its_rounding() {
-        let values: Vec<f32> =
-            (0..320).map(|n| ((n * 7919 % 641) as f32 - 320.0) * 10f32.powi(n / 32 - 7)).collect();
-        for kind in TensorType::WRITTEN {
-            let (mut bytes, mut back) = (Vec::new(), Vec::new());
-            kind.encode(&values, &mut bytes);
-            assert_eq!(bytes.len() as u64, kind.row_bytes(320).unwrap());
-            kind.decode(&bytes, &mut back);
-            for (block, decoded) in values.chunks(Q8_0_BLOCK).zip(back.chunks(Q8_0_BLOCK)) {
-                let largest = block.iter().fold(0f32, |largest, x| largest.max(x.abs()));
-                for (x, y) in block.iter().zip(decoded) {
-                    let magnitude = if kind == TensorType::Q8_0 { largest } else { x.abs() };
-                    assert!((x - y).abs() <= kind.rounding(magnitude), "{kind}: {x} became {y}");
-                }
-            }
-        }
     }
 }

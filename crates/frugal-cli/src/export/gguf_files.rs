@@ -8,7 +8,7 @@ use dataloading::chat::{ChatTemplate, Conversation, Message, TemplateConfig};
 use files::atomic_write;
 use frugal::llama_cpp::LlamaCpp;
 use gguf::ollama::{self, Chat, Modelfile, Role};
-use gguf::{Adapter, Conversion, Model, TensorType};
+use gguf::{Adapter, Conversion, FileType, Model};
 use lora::LoraConfig;
 use lora::peft::CONFIG_FILE;
 use models::DecoderConfig;
@@ -58,14 +58,14 @@ pub(super) fn adapter(common: &Common, arguments: &Export) -> anyhow::Result<Val
         let place = temporary(out)?;
         let file = place.path().join("base.gguf");
         let quiet = Common { quiet: true, ..common.clone() };
-        written(&quiet, &model.convert(TensorType::F32)?, &file, &unverified)?;
+        written(&quiet, &model.convert(FileType::F32)?, &file, &unverified)?;
         let files = Files {
             folder: &base,
             texts: &base,
             adapter: Some(folder.path()),
             model: &file,
             lora: Some(lora),
-            kind: TensorType::F32,
+            kind: FileType::F32,
         };
         verified(common, &llama_cpp, &model, &files).map(Some)
     };

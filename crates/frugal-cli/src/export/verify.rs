@@ -8,7 +8,7 @@ use dataloading::chat::{ChatTemplate, Conversation, Message, TemplateConfig};
 use frugal::companion_files::tokenizer_of;
 use frugal::llama_cpp::{LlamaCpp, Request};
 use frugal::planning;
-use gguf::{Model, TensorType};
+use gguf::{FileType, Model};
 use models::hugging_face::Folder;
 use models::module::{Input, LanguageModel};
 use serde_json::{Value, json};
@@ -32,7 +32,7 @@ pub(super) struct Files<'a> {
     /// The GGUF file of the adapter, if there is one.
     pub(super) lora: Option<&'a Path>,
     /// The type of the matrices in the GGUF file.
-    pub(super) kind: TensorType,
+    pub(super) kind: FileType,
 }
 
 /// The result of a comparison.
@@ -42,7 +42,7 @@ pub(super) struct Figures {
     /// The largest difference that a correct file may have.
     limit: f64,
     /// The type of the matrices, which decides the limit.
-    kind: TensorType,
+    kind: FileType,
     /// The first text that llama.cpp tokenizes differently.
     other_tokens: Option<String>,
 }
@@ -58,13 +58,15 @@ const TEXTS: [&str; 3] = [
 ///
 /// llama.cpp multiplies 16-bit and 8-bit matrices with activations that it rounds to the same type, so a correct file differs by more
 /// than its weights' rounding. A wrong order of rows differs by far more.
-fn limit(kind: TensorType, architecture: &str) -> f64 {
+fn limit(kind: FileType, architecture: &str) -> f64 {
     match kind {
         // llama.cpp looks Gemma's GELU up in a table in fp16.
-        TensorType::F32 if architecture.starts_with("gemma") => 1e-2,
-        TensorType::F32 => 1e-3,
-        TensorType::F16 => 1e-2,
-        _ => 1e-1,
+        FileType::F32 if architecture.starts_with("gemma") => 1e-2,
+        FileType::F32 => 1e-3,
+        FileType::F16 => 1e-2,
+        FileType::BF16 | FileType::Q8_0 => 1e-1,
+        FileType::Q6K => 1.0,
+        FileType::Q5KM | FileType::Q4KM | FileType::Q4_0 => 4.0,
     }
 }
 
@@ -205,8 +207,8 @@ mod tests {
         let ours = vec![vec![-1.0, -2.0], vec![-3.0, -4.0]];
         let figures = |theirs: &[Vec<f64>]| Figures {
             largest: largest_difference(&ours, theirs),
-            limit: limit(TensorType::F32, "qwen2"),
-            kind: TensorType::F32,
+            limit: limit(FileType::F32, "qwen2"),
+            kind: FileType::F32,
             other_tokens: None,
         };
         assert!(figures(&ours).judge().is_ok());

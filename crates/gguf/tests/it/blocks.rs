@@ -1,4 +1,4 @@
-//! Blocks: the values of the Python package `gguf`, bit for bit. `xtask/peers/gguf_blocks.py --write` made the cases.
+//! Blocks: the values of the Python package `gguf`, and the bytes of llama.cpp, bit for bit. `xtask/peers/gguf_blocks.py --write` made the cases.
 
 use std::fmt::Write as _;
 use std::path::Path;
@@ -41,6 +41,43 @@ fn blocks_are_decoded_bit_for_bit() {
         }
         assert_eq!(bits(&again), bits(&expected), "{kind}");
     }
+}
+
+#[test]
+fn blocks_are_encoded_as_llama_cpp_encodes_them() {
+    let cases = SafeTensors::deserialize(CASES).unwrap();
+    let values = floats(cases.tensor("encoded.values").unwrap().data());
+    for kind in TensorType::WRITTEN.into_iter().filter(|kind| kind.is_quantized()) {
+        let expected = cases.tensor(&format!("{}.encoded", kind.name().to_uppercase())).unwrap();
+        let mut bytes = vec![0xAA; expected.data().len()];
+        block::quantize(kind, &values, &mut bytes);
+        let blocks = bytes.chunks(kind.block_bytes()).zip(expected.data().chunks(kind.block_bytes()));
+        let other: Vec<usize> =
+            blocks.enumerate().filter(|(_, (x, y))| x != y).map(|(place, _)| place).collect();
+        assert_eq!(other, [0; 0], "{kind}: blocks that differ");
+    }
+}
+
+/// Any finite values of a size that a file may hold become finite values; none panics.
+#[test]
+fn any_values_encode() {
+    fuzz::run("values", |random| {
+        let kind = TensorType::WRITTEN[random.below(TensorType::WRITTEN.len())];
+        let mut values = [0f32; 256];
+        let (scale, is_sparse) = (10f32.powi(random.below(50) as i32 - 44), random.below(2) == 0);
+        for x in &mut values {
+            if !is_sparse || random.below(8) == 0 {
+                *x = (random.below(20_001) as f32 - 10_000.0) * 1e-4 * scale;
+            }
+        }
+        let (mut bytes, mut decoded) = (Vec::new(), Vec::new());
+        kind.encode(&values, &mut bytes);
+        kind.decode(&bytes, &mut decoded);
+        // A value above the largest f16 is not for f16, q4_1 and q5_1.
+        let is_large = scale > 6e4 && !decoded.iter().all(|x| x.is_finite());
+        assert!(is_large || decoded.iter().all(|x| x.is_finite()), "{kind}, {scale:e}: {values:?}");
+        if is_large { Outcome::Refused } else { Outcome::Read }
+    });
 }
 
 /// A row is whole blocks, and any bytes are values: no pattern of scales or quants reads outside its block or overflows an integer.

@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::io::{BufWriter, Write};
 
-use gguf::{Model, TensorType};
+use gguf::{FileType, Model};
 use serde_json::{Value, json};
 
 use crate::tiny_model::{HIDDEN, Tiny, write_tensors};
@@ -26,7 +26,7 @@ fn no_tensor_is_whole_in_memory() {
     drop(bytes);
     let model = Model::open(tiny.folder.path()).unwrap();
     let path = tiny.path("out.gguf");
-    for kind in [TensorType::F32, TensorType::Q8_0] {
+    for kind in [FileType::F32, FileType::Q8_0, FileType::Q4KM] {
         let conversion = model.convert(kind).unwrap();
         assert!(conversion.bytes() > 8 << 20);
         testing::fuzz::within(28 << 20, || {

@@ -5,13 +5,13 @@ use std::path::{Path, PathBuf};
 
 use decoder::DecoderConfig;
 use expect_test::{Expect, expect};
-use gguf::{Header, Model, ModelFile, ReadOptions, TensorInfo, TensorType, Value, Writer};
+use gguf::{FileType, Header, Model, ModelFile, ReadOptions, TensorInfo, TensorType, Value, Writer};
 use serde_json::{Value as Json, json};
 
 use crate::tiny_model::{HEAD, Tiny, families, value, written};
 
 /// Writes a model as `out.gguf`.
-fn exported(tiny: &Tiny, kind: TensorType) -> PathBuf {
+fn exported(tiny: &Tiny, kind: FileType) -> PathBuf {
     let path = tiny.path("out.gguf");
     written(&Model::open(tiny.folder.path()).unwrap().convert(kind).unwrap(), &path);
     path
@@ -77,7 +77,7 @@ fn every_family_is_read_as_it_was_written() {
         if family == "mistral" {
             original["model_type"] = "llama".into();
         }
-        let model = open(&exported(&tiny, TensorType::F32)).unwrap();
+        let model = open(&exported(&tiny, FileType::F32)).unwrap();
         let read = options(Json::Object(model.config().clone()));
         assert_eq!(read, options(original), "{family} {own}");
         assert_eq!(model.tensors().len(), tensors.len(), "{family}");
@@ -94,7 +94,7 @@ fn every_family_is_read_as_it_was_written() {
 #[test]
 fn blocks_have_the_order_of_rows() {
     let tiny = Tiny::of("mistral");
-    let model = open(&exported(&tiny, TensorType::Q8_0)).unwrap();
+    let model = open(&exported(&tiny, FileType::Q8_0)).unwrap();
     for name in ["model.layers.1.self_attn.q_proj.weight", "model.layers.0.mlp.down_proj.weight"] {
         let tensor = model.tensor(name).unwrap();
         assert_eq!(tensor.kind, TensorType::Q8_0);
@@ -137,8 +137,8 @@ fn with_head(path: &Path, kind: TensorType) -> PathBuf {
 #[test]
 fn a_matrix_that_a_file_holds_twice_is_tied_again() {
     let tiny = Tiny::with("qwen2", json!({ "tie_word_embeddings": true }));
-    let exact = all(&open(&exported(&tiny, TensorType::F32)).unwrap(), "model.embed_tokens.weight");
-    let path = with_head(&exported(&tiny, TensorType::Q8_0), TensorType::F16);
+    let exact = all(&open(&exported(&tiny, FileType::F32)).unwrap(), "model.embed_tokens.weight");
+    let path = with_head(&exported(&tiny, FileType::Q8_0), TensorType::F16);
     let model = open(&path).unwrap();
     assert_eq!(model.config()["tie_word_embeddings"], true);
     assert!(model.tensor("lm_head.weight").is_none());
@@ -153,9 +153,8 @@ fn a_matrix_that_a_file_holds_twice_is_tied_again() {
     assert_eq!((both.config()["tie_word_embeddings"].clone(), both.notes().len()), (json!(false), 0));
     assert_eq!(both.tensor("lm_head.weight").unwrap().kind, TensorType::F16);
     // A head of its own stays one.
-    let own =
-        open(&exported(&Tiny::with("qwen2", json!({ "tie_word_embeddings": false })), TensorType::Q8_0))
-            .unwrap();
+    let own = open(&exported(&Tiny::with("qwen2", json!({ "tie_word_embeddings": false })), FileType::Q8_0))
+        .unwrap();
     assert_eq!(own.config()["tie_word_embeddings"], false);
 }
 
@@ -167,7 +166,7 @@ fn refused(path: &Path, expected: Expect) {
 #[test]
 fn what_cannot_be_read_is_refused_by_name() {
     let tiny = Tiny::of("qwen2");
-    let good = exported(&tiny, TensorType::F16);
+    let good = exported(&tiny, FileType::F16);
     let set = |key: &'static str, value: Option<Value>| {
         changed(&good, |header| {
             header.metadata.retain(|(name, _)| name != key);
@@ -248,7 +247,7 @@ fn what_cannot_be_read_is_refused_by_name() {
 #[test]
 fn a_model_in_several_files_is_read_as_one() {
     let tiny = Tiny::of("qwen3");
-    let whole = exported(&tiny, TensorType::F32);
+    let whole = exported(&tiny, FileType::F32);
     let part = |no: u32, keep: fn(&str) -> bool, all: bool| {
         let path = changed(&whole, |header| {
             if no > 0 {

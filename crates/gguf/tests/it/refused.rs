@@ -1,7 +1,7 @@
 //! What cannot be converted is refused by name, before a file is written.
 
 use expect_test::{Expect, expect};
-use gguf::{Model, TensorType};
+use gguf::{FileType, Model};
 use serde_json::{Value, json};
 
 use crate::tiny_model::{HIDDEN, ROWS, Tiny, write_tensors};
@@ -11,7 +11,7 @@ fn error(family: &str, file: &str, change: impl FnOnce(&mut Value)) -> String {
     let tiny = Tiny::of(family);
     tiny.change(file, change);
     let opened = Model::open(tiny.folder.path());
-    let error = opened.and_then(|model| model.convert(TensorType::F16).map(drop)).unwrap_err().to_string();
+    let error = opened.and_then(|model| model.convert(FileType::F16).map(drop)).unwrap_err().to_string();
     error
         .replace(&format!("{}/", tiny.folder.path().display()), "")
         .replace(&*tiny.folder.path().to_string_lossy(), "FOLDER")
@@ -181,7 +181,7 @@ fn weights_that_are_not_finite_or_too_large_are_refused() {
         .collect();
     let path = tiny.path("model.safetensors");
     write_tensors(&path, &tensors);
-    let write = |value: f32, kind: TensorType| {
+    let write = |value: f32, kind: FileType| {
         let mut bytes = std::fs::read(&path).unwrap();
         let size = u64::from_le_bytes(bytes[..8].try_into().unwrap()) as usize;
         let header: Value = serde_json::from_slice(&bytes[8..8 + size]).unwrap();
@@ -194,13 +194,13 @@ fn weights_that_are_not_finite_or_too_large_are_refused() {
         model.convert(kind).unwrap().write(&mut Vec::new()).map_err(|error| error.to_string())
     };
     expect!["a value of `token_embd.weight` is not supported: NaN as f32; the weights are damaged; check the training, or take an earlier checkpoint"]
-        .assert_eq(&write(f32::NAN, TensorType::F32).unwrap_err());
+        .assert_eq(&write(f32::NAN, FileType::F32).unwrap_err());
     expect!["a value of `token_embd.weight` is not supported: inf as q8_0; the weights are damaged; check the training, or take an earlier checkpoint"]
-        .assert_eq(&write(f32::INFINITY, TensorType::Q8_0).unwrap_err());
+        .assert_eq(&write(f32::INFINITY, FileType::Q8_0).unwrap_err());
     expect!["a value of `token_embd.weight` is not supported: 70000 as f16; export with --type bf16 or f32"]
-        .assert_eq(&write(70000.0, TensorType::F16).unwrap_err());
-    assert_eq!(write(70000.0, TensorType::BF16), Ok(()));
-    assert_eq!(write(65504.0, TensorType::F16), Ok(()));
+        .assert_eq(&write(70000.0, FileType::F16).unwrap_err());
+    assert_eq!(write(70000.0, FileType::BF16), Ok(()));
+    assert_eq!(write(65504.0, FileType::F16), Ok(()));
 }
 
 #[test]

@@ -3,13 +3,13 @@
 use std::path::PathBuf;
 
 use expect_test::expect;
-use gguf::{Array, Header, Model, TensorType, Value};
+use gguf::{Array, FileType, Header, Model, Value};
 use serde_json::json;
 
 use crate::tiny_model::{ROWS, Tiny, byte_level_tokenizer};
 
 fn header(tiny: &Tiny) -> Header {
-    Model::open(tiny.folder.path()).unwrap().convert(TensorType::F16).unwrap().header().clone()
+    Model::open(tiny.folder.path()).unwrap().convert(FileType::F16).unwrap().header().clone()
 }
 
 fn strings(header: &Header, key: &str) -> Vec<String> {
@@ -79,12 +79,12 @@ fn special_tokens_come_from_the_files_in_their_order() {
         tokenizer.ggml.add_eos_token Bool(false)
         tokenizer.chat_template String("{{ messages }}")
     "#]]
-    .assert_eq(&settings(model.convert(TensorType::F16).unwrap().header()));
+    .assert_eq(&settings(model.convert(FileType::F16).unwrap().header()));
     assert_eq!(model.tokenizer().stop_tokens(), ["<s>", "<|im_end|>"]);
     expect![
         "tokenizer_config.json has add_bos_token = true, tokenizer.json does not add it; the file has true"
     ]
-    .assert_eq(&model.convert(TensorType::F16).unwrap().notes().join("\n"));
+    .assert_eq(&model.convert(FileType::F16).unwrap().notes().join("\n"));
 }
 
 /// llama.cpp stops at the ends that keys name, and at some texts. An end that it does not know by its text takes a key before one that it
@@ -95,7 +95,7 @@ fn every_end_of_an_answer_has_a_key() {
     tiny.write("tokenizer_config.json", &json!({ "eos_token": "<s>" }).to_string());
     tiny.write("generation_config.json", r#"{ "eos_token_id": [256, 257, 7, 8] }"#);
     let model = Model::open(tiny.folder.path()).unwrap();
-    let conversion = model.convert(TensorType::F16).unwrap();
+    let conversion = model.convert(FileType::F16).unwrap();
     let id = |key: &str| conversion.header().get(&format!("tokenizer.ggml.{key}")).cloned();
     assert_eq!(id("eos_token_id"), Some(256u32.into()));
     // 257 is <|im_end|>.
@@ -105,7 +105,7 @@ fn every_end_of_an_answer_has_a_key() {
     expect![
         "llama.cpp stops at the tokens [9] only if it is asked to: a file has places for three ends of a text"
     ]
-    .assert_eq(&model.convert(TensorType::F16).unwrap().notes().join("\n"));
+    .assert_eq(&model.convert(FileType::F16).unwrap().notes().join("\n"));
 }
 
 /// A folder's templates are found where transformers finds them.
@@ -123,7 +123,7 @@ fn chat_templates_of_every_file_are_read() {
     tiny.write("additional_chat_templates/tool_use.jinja", "tools");
     assert_eq!(of_default().as_deref(), Some("file"));
     let model = Model::open(tiny.folder.path()).unwrap();
-    let conversion = model.convert(TensorType::F16).unwrap();
+    let conversion = model.convert(FileType::F16).unwrap();
     assert_eq!(conversion.header().get("tokenizer.chat_template.tool_use"), Some(&"tools".into()));
     // Those of another folder take precedence with its tokenizer.
     let other = Tiny::of("llama");
@@ -284,7 +284,7 @@ fn merges_that_scores_cannot_express_are_refused_or_noted() {
         .assert_eq(&with(&["▁ h", "▁h e", "h e", "▁ he"]).unwrap_err().to_string());
     let model = with(&["▁ h", "h e", "▁ he"]).unwrap();
     expect![[r#"llama.cpp may tokenize some texts differently: it also joins 1 pairs that are no merges, such as "▁h" and "e" into "▁he""#]]
-        .assert_eq(&model.convert(TensorType::F16).unwrap().notes().join("\n"));
+        .assert_eq(&model.convert(FileType::F16).unwrap().notes().join("\n"));
 }
 
 /// As Gemma 3's runs of line breaks are: they are found in a text before anything is merged.
@@ -318,7 +318,7 @@ fn a_model_without_a_begin_token_adds_none_and_says_so() {
     assert_eq!(model.tokenizer().begin_token(), Some("<s>"));
     let model = model.without_begin_token();
     assert_eq!(model.tokenizer().begin_token(), None);
-    let conversion = model.convert(TensorType::F16).unwrap();
+    let conversion = model.convert(FileType::F16).unwrap();
     assert_eq!(conversion.header().get("tokenizer.ggml.add_bos_token"), Some(&Value::Bool(false)));
     let notes = conversion.notes().join("\n");
     assert!(
@@ -342,7 +342,7 @@ fn special_tokens_that_only_the_configuration_names_are_control_tokens() {
 #[test]
 fn what_llama_cpp_tokenizes_otherwise_is_a_note() {
     let notes = |tiny: &Tiny| {
-        Model::open(tiny.folder.path()).unwrap().convert(TensorType::F16).unwrap().notes().join("\n")
+        Model::open(tiny.folder.path()).unwrap().convert(FileType::F16).unwrap().notes().join("\n")
     };
     let tiny = Tiny::of("mistral");
     for (scheme, expected) in [("always", true), ("first", true), ("never", false)] {
