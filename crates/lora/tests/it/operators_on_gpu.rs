@@ -67,6 +67,21 @@ fn step(layer: &LoraLinear, x: &Tensor, upstream: &Tensor) -> Tensor {
     y.detach()
 }
 
+/// y, and the gradients of x and of what is learned, in f64.
+fn results(layer: &LoraLinear, y: &Tensor, x: &Tensor) -> Vec<Tensor> {
+    let learned = parameters(layer).into_iter().filter(|(name, _)| name.starts_with("lora_"));
+    let gradients = learned.map(|(_, tensor)| tensor.grad());
+    let all = [y.shallow_clone(), x.grad()].into_iter().chain(gradients);
+    all.map(|tensor| tensor.to_kind(Kind::Double)).collect()
+}
+
+/// Checks that no value differs by more than this share of the largest.
+fn assert_close(found: &Tensor, expected: &Tensor, tolerance: f64, what: &str) {
+    let error = (found - expected).abs().max().double_value(&[]);
+    let scale = expected.abs().max().double_value(&[]);
+    assert!(error <= tolerance * scale, "{what}: {error} of {scale}");
+}
+
 /// Calls of an operator with inputs of the same dtypes and shapes, and the elements of the largest input.
 #[derive(Default)]
 struct Calls {
@@ -254,20 +269,12 @@ fn results_are_within_the_bounds_of_their_roundings() {
         for kind in [Kind::BFloat16, Kind::Half] {
             let case = Case { nf4, dropout, bias, ..PLAIN };
             let state = RandomState::capture(Device::Cpu).unwrap();
-            let gradients = |layer: &LoraLinear, x: &Tensor| {
-                let learned = parameters(layer).into_iter().filter(|(name, _)| name.starts_with("lora_"));
-                let mut all = vec![x.grad()];
-                all.extend(learned.map(|(_, tensor)| tensor.grad()));
-                all.iter().map(|grad| grad.to_kind(Kind::Double)).collect::<Vec<_>>()
-            };
             let (layer, x, upstream) = case.build(kind);
             let found = {
                 let (_gpu, _replay) = (gpu::assume(), state.replay().unwrap());
                 let y = step(&layer, &x, &upstream);
                 assert_eq!((y.kind(), x.grad().kind()), (kind, kind));
-                let mut all = vec![y.to_kind(Kind::Double)];
-                all.extend(gradients(&layer, &x));
-                all
+                results(&layer, &y, &x)
             };
             let mut tensors = parameters(&layer).into_iter().map(|(_, tensor)| match nf4::is_nf4(tensor) {
                 true => nf4::dequantize(tensor, Kind::Float).unwrap().to_kind(Kind::Double),
@@ -331,21 +338,16 @@ fn both_forms_agree() {
         for (nf4, dropout) in [(false, 0.0), (true, 0.3)] {
             let case = Case { nf4, dora, dropout, bias: true };
             let state = RandomState::capture(Device::Cpu).unwrap();
-            let results = |kind: Kind, on_gpu: bool| {
+            let run = |kind: Kind, on_gpu: bool| {
                 let _replay = state.replay().unwrap();
                 let _gpu = on_gpu.then(gpu::assume);
                 let (layer, x, upstream) = case.build(kind);
-                let mut all = vec![step(&layer, &x, &upstream), x.grad()];
-                let learned = parameters(&layer).into_iter().filter(|(name, _)| name.starts_with("lora_"));
-                all.extend(learned.map(|(_, tensor)| tensor.grad()));
-                all.iter().map(|tensor| tensor.to_kind(Kind::Double)).collect::<Vec<_>>()
+                results(&layer, &step(&layer, &x, &upstream), &x)
             };
-            let expected = results(Kind::Float, false);
+            let expected = run(Kind::Float, false);
             for (kind, tolerance) in [(Kind::Float, 1e-5), (Kind::BFloat16, 2e-2)] {
-                for (index, (found, expected)) in results(kind, true).iter().zip(&expected).enumerate() {
-                    let error = (found - expected).abs().max().double_value(&[]);
-                    let scale = expected.abs().max().double_value(&[]);
-                    assert!(error <= tolerance * scale, "{dora} {nf4} {kind:?} {index}: {error} of {scale}");
+                for (index, (found, expected)) in run(kind, true).iter().zip(&expected).enumerate() {
+                    assert_close(found, expected, tolerance, &format!("{dora} {nf4} {kind:?} {index}"));
                 }
             }
         }
@@ -387,9 +389,7 @@ fn a_layer_of_a_model_runs_projections_of_one_input_at_once() {
             let (_, found) = step(kind, true, lora);
             assert_eq!((found.len(), expected.len()), (count, count));
             for ((name, found), (_, expected)) in found.iter().zip(&expected) {
-                let error = (found - expected).abs().max().double_value(&[]);
-                let scale = expected.abs().max().double_value(&[]);
-                assert!(error <= tolerance * scale, "{kind:?} {name}: {error} of {scale}");
+                assert_close(found, expected, tolerance, &format!("{kind:?} {name}"));
             }
         }
     }
