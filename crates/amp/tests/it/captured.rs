@@ -12,6 +12,8 @@ use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, DeviceOptimizer, Group};
 use training::trainer::{Trainer, TrainerConfig};
 
+use crate::data::DATA;
+
 /// Number, loss, scale, and whether it was skipped; floating-point numbers as bits.
 type Step = (u64, u64, u64, bool);
 
@@ -53,16 +55,7 @@ fn trainer(on_device: bool) -> (Trainer, Steps) {
 }
 
 fn data() -> Synthetic {
-    Synthetic {
-        seed: 5,
-        vocabulary: 32,
-        rows: 4,
-        length: 16,
-        noise: 1,
-        batches: None,
-        device: Device::Cpu,
-        position: 0,
-    }
+    Synthetic { seed: 5, ..DATA }
 }
 
 #[test]

@@ -9,13 +9,14 @@ use models::state_dict::state_dict;
 use models::{Gpt2Like, Gpt2LikeConfig};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor, kind};
-use training::batches::Synthetic;
 use training::checkpoint::Checkpoints;
 use training::clip::NonFinite;
 use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Sgd};
 use training::scaler::GradScaler;
 use training::trainer::{Trainer, TrainerConfig};
+
+use crate::data::DATA;
 
 #[derive(Clone, Default)]
 struct Notes(Arc<Mutex<Vec<StepRecord>>>);
@@ -34,19 +35,6 @@ impl Notes {
             (r.step, r.loss.to_bits(), r.gradient_norm.map(f64::to_bits), r.skipped, r.scale.to_bits())
         };
         self.0.lock().unwrap().iter().map(of).collect()
-    }
-}
-
-fn data() -> Synthetic {
-    Synthetic {
-        seed: 1,
-        vocabulary: 32,
-        rows: 4,
-        length: 16,
-        noise: 1,
-        batches: None,
-        device: Device::Cpu,
-        position: 0,
     }
 }
 
@@ -133,8 +121,8 @@ fn host_and_device_scalers_train_alike() {
         let (mut device, seen) = trainer(&options, frozen, on_device());
         let before = state_dict(host.model.as_ref());
         let before: Vec<(String, Tensor)> = before.iter().map(|(n, t)| (n.clone(), t.copy())).collect();
-        host.run(&mut data(), None).unwrap();
-        device.run(&mut data(), None).unwrap();
+        host.run(&mut DATA.clone(), None).unwrap();
+        device.run(&mut DATA.clone(), None).unwrap();
         assert_eq!(seen.figures(), on_host.figures(), "{name}");
         assert_eq!(everything(&device), everything(&host), "{name}");
         assert_eq!(device.scaler.state(), host.scaler.state(), "{name}");
@@ -162,7 +150,7 @@ fn host_and_device_scalers_load_each_others_checkpoints() {
         ..TrainerConfig::default()
     };
     let (mut whole, whole_notes) = trainer(&options, false, Box::new(dynamic()));
-    whole.run(&mut data(), None).unwrap();
+    whole.run(&mut DATA.clone(), None).unwrap();
     let sides = [|| Box::new(dynamic()) as Box<dyn GradScaler>, on_device];
     for (first, second) in [(0, 1), (1, 0), (1, 1)] {
         let folder = tempfile::tempdir().unwrap();
@@ -172,11 +160,11 @@ fn host_and_device_scalers_load_each_others_checkpoints() {
             let (mut begun, _) =
                 trainer(&TrainerConfig { steps: 8, ..options.clone() }, false, sides[first]());
             begun.checkpoints = open();
-            begun.run(&mut data(), None).unwrap();
+            begun.run(&mut DATA.clone(), None).unwrap();
         }
         let (mut resumed, notes) = trainer(&options, false, sides[second]());
         resumed.checkpoints = open();
-        let mut data = data();
+        let mut data = DATA.clone();
         assert_eq!(resumed.resume(&mut data).unwrap(), Some(8));
         resumed.run(&mut data, None).unwrap();
         assert_eq!(everything(&resumed), everything(&whole), "from {first} to {second}");
@@ -194,7 +182,7 @@ fn errors_appear_at_the_read_and_weights_are_unchanged() {
     let (mut trainer, notes) = trainer(&options, false, Box::new(scaler));
     let before: Vec<Tensor> =
         tensors(trainer.model.as_ref()).iter().map(|n| n.tensor.detach().copy()).collect();
-    let error = trainer.run(&mut data(), None).unwrap_err().to_string();
+    let error = trainer.run(&mut DATA.clone(), None).unwrap_err().to_string();
     assert!(
         error.starts_with(
             "gradient scaler: 4 steps in a row had infinite or NaN gradients at the static scale"
@@ -213,6 +201,6 @@ fn an_optimizer_that_cannot_skip_on_the_device_is_an_error() {
     let optimizer = DeviceOptimizer::new(Sgd, vec![Group::new(trainable(&model), 0.1)]).unwrap();
     let mut trainer = Trainer::new(Box::new(model), Box::new(optimizer), TrainerConfig::default()).unwrap();
     trainer.scaler = Box::new(StaticGradScaler::new(8.0).unwrap().on_device(Device::Cpu).unwrap());
-    let error = trainer.run(&mut data(), None).unwrap_err().to_string();
+    let error = trainer.run(&mut DATA.clone(), None).unwrap_err().to_string();
     assert!(error.contains("sgd has no fused kernel"), "{error}");
 }

@@ -9,10 +9,11 @@ use models::module::trainable;
 use models::{Gpt2Like, Gpt2LikeConfig};
 use runtime::profile::{Counter, Trace};
 use tch::{Device, Kind, Tensor, kind};
-use training::batches::Synthetic;
 use training::optimizer::{AdamW, DeviceOptimizer, Group};
 use training::scaler::GradScaler;
 use training::trainer::{Trainer, TrainerConfig};
+
+use crate::data::DATA;
 
 /// libtorch's operators that read a value on the host; `item` calls `_local_scalar_dense`.
 const ATEN: [&str; 3] = ["aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal"];
@@ -147,16 +148,7 @@ fn a_step_synchronises_at_most_once() {
         (Box::new(scaler().on_device(Device::Cpu).unwrap()), 1),
     ] {
         let mut trainer = trainer(scaler, 16);
-        let mut data = Synthetic {
-            seed: 1,
-            vocabulary: 32,
-            rows: 4,
-            length: 16,
-            noise: 1,
-            batches: None,
-            device: Device::Cpu,
-            position: 0,
-        };
+        let mut data = DATA.clone();
         let found = reads(folder.path(), || {
             trainer.advance(STEPS, &mut data, None).unwrap();
         });

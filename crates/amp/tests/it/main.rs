@@ -3,6 +3,7 @@
 mod activations;
 mod autocast;
 mod captured;
+mod data;
 mod device_loop;
 mod device_scaler;
 mod example;

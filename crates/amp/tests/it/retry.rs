@@ -9,27 +9,15 @@ use models::{Gpt2Like, Gpt2LikeConfig};
 use runtime::precision::{Attention, Policy, Product};
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor, kind};
-use training::batches::Synthetic;
 use training::observer::{Collect, StepRecord};
 use training::optimizer::{Adam, DeviceOptimizer, Group};
 use training::scaler::GradScaler;
 use training::trainer::{Overflow, Trainer, TrainerConfig};
 
+use crate::data::DATA;
+
 /// Dropout uses the generator of the process, which concurrent tests would share.
 static ALONE: Mutex<()> = Mutex::new(());
-
-fn data() -> Synthetic {
-    Synthetic {
-        seed: 1,
-        vocabulary: 32,
-        rows: 4,
-        length: 16,
-        noise: 1,
-        batches: None,
-        device: Device::Cpu,
-        position: 0,
-    }
-}
 
 struct Run {
     records: Vec<StepRecord>,
@@ -68,7 +56,7 @@ fn run(
     let notes = Collect::default();
     trainer.observers.push(Box::new(notes.clone()));
     runtime::random::seed(9)?;
-    trainer.run(&mut data(), None)?;
+    trainer.run(&mut DATA.clone(), None)?;
     let records = notes.take();
     let weights = tensors(trainer.model.as_ref()).iter().map(|named| named.tensor.detach().copy()).collect();
     Ok(Run { records, weights, state: trainer.scaler.state() })

@@ -3,23 +3,16 @@
 use amp::{Autocast, DynamicGradScaler, DynamicScalerConfig, StaticGradScaler};
 use models::module::{tensors, trainable};
 use models::{Gpt2Like, Gpt2LikeConfig};
-use tch::{Device, Kind, Tensor, kind};
+use tch::{Kind, Tensor, kind};
 use training::batches::Synthetic;
 use training::optimizer::{Adam, DeviceOptimizer, Group};
 use training::scaler::{GradScaler, NoScaler};
 use training::trainer::{Trainer, TrainerConfig};
 
+use crate::data::DATA;
+
 fn data(position: u64) -> Synthetic {
-    Synthetic {
-        seed: 1,
-        vocabulary: 32,
-        rows: 8,
-        length: 16,
-        noise: 1,
-        batches: None,
-        device: Device::Cpu,
-        position,
-    }
+    Synthetic { rows: 8, position, ..DATA }
 }
 
 fn trainer(steps: u64, dtype: Option<Kind>, scaler: Box<dyn GradScaler>) -> Trainer {
