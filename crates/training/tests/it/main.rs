@@ -2,6 +2,7 @@
 
 mod activations;
 mod captured;
+mod captured_cuda;
 mod checkpoints;
 mod diagnose;
 mod diagnose_cuda;
