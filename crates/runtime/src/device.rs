@@ -43,7 +43,7 @@ use tch::{Device, Tensor};
 pub use bytes::{
     MemoryInfo, ResidentMemory, memory_info, product_workspaces, reset_resident_peak, resident_memory,
 };
-pub use choice::{Choice, checked, choose, cuda_count, flag, name, select};
+pub use choice::{Choice, checked, choose, cuda_count, driver_version, flag, name, select};
 pub use control_group::{ControlGroup, control_group};
 pub use event::Event;
 pub use pinned::{Number, PinnedBuffer, PinnedBytes, pinned_bytes, pinned_empty, pinned_fallback};

@@ -1,7 +1,7 @@
 //! The kernel of libtorch's attention on a GPU, chosen by measurement.
 //!
 //! cuDNN's attention, FlashAttention-2 and the memory-efficient kernel compute the same function. Which is the fastest depends on the GPU,
-//! the version of libtorch, the dtype, the width of a head, the lengths, the mask and the group of queries that share keys: a [`Class`]. The
+//! its driver, the version of libtorch, the dtype, the width of a head, the lengths, the mask and the group of queries that share keys: a [`Class`]. The
 //! first attention of a class runs forward and backward with each backend that takes its operands, and the fastest is used from then on. The
 //! choice is kept in `attention.txt` in the cache folder (`FRUGAL_CACHE`, else the user's), so that later processes on the machine compute
 //! with the same kernel; delete the file to measure again. `FRUGAL_ATTENTION=cudnn|flash|efficient` chooses a backend for every class that it
@@ -72,14 +72,19 @@ impl Class {
 
     /// The class on this machine, as a line of the file of choices names it.
     fn key(&self) -> Result<String> {
-        let Self { device, kind, head, lengths: [queries, keys], group, masked, deterministic } = *self;
-        let name = runtime::device::name(Device::Cuda(device))?;
+        let name = runtime::device::name(Device::Cuda(self.device))?;
+        let driver = runtime::device::driver_version().unwrap_or_else(|| "unknown".into());
+        Ok(self.key_with(&name, &driver, runtime::torch_version()))
+    }
+
+    fn key_with(&self, name: &str, driver: &str, version: &str) -> String {
+        let Self { device: _, kind, head, lengths: [queries, keys], group, masked, deterministic } = *self;
         let mask = if masked { "masked" } else { "causal" };
         let deterministic = if deterministic { ", deterministic" } else { "" };
-        let version = runtime::torch_version();
-        Ok(format!(
-            "{name}, libtorch {version}, {kind:?}, head {head}, {queries} queries, {keys} keys, group {group}, {mask}{deterministic}"
-        ))
+        format!(
+            "{name}, driver {driver}, libtorch {version}, {kind:?}, head {head}, {queries} queries, {keys} keys, \
+             group {group}, {mask}{deterministic}"
+        )
     }
 }
 

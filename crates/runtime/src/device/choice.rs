@@ -135,6 +135,20 @@ pub fn name(device: Device) -> Result<String> {
     }
 }
 
+/// Returns the version of the NVIDIA driver: its release (`580.95.05`) or, where the system does not show it, the newest CUDA that it
+/// supports (`CUDA 13.0`); `None` without a driver.
+pub fn driver_version() -> Option<String> {
+    let release = std::fs::read_to_string("/sys/module/nvidia/version").ok();
+    driver_text(release.as_deref(), sys::cuda_driver_version)
+}
+
+fn driver_text(release: Option<&str>, newest_cuda: impl FnOnce() -> Option<c_int>) -> Option<String> {
+    match release.map(str::trim).filter(|release| !release.is_empty()) {
+        Some(release) => Some(release.to_owned()),
+        None => newest_cuda().map(|version| format!("CUDA {}.{}", version / 1000, version % 1000 / 10)),
+    }
+}
+
 fn processor_name() -> Option<String> {
     let text = std::fs::read_to_string("/proc/cpuinfo").ok()?;
     let (_, name) = text.lines().find(|line| line.starts_with("model name"))?.split_once(':')?;
@@ -157,5 +171,19 @@ pub fn checked(device: Device) -> Result<Option<c_int>> {
             what: flag(device),
             reason: "streams, events and memory figures exist for cpu and cuda".into(),
         }),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_driver_has_a_release_or_its_newest_cuda() {
+        let text = |release, cuda: Option<c_int>| driver_text(release, || cuda);
+        assert_eq!(text(Some("580.95.05\n"), None).as_deref(), Some("580.95.05"));
+        assert_eq!(text(None, Some(13_000)).as_deref(), Some("CUDA 13.0"));
+        assert_eq!(text(Some("\n"), Some(12_080)).as_deref(), Some("CUDA 12.8"));
+        assert_eq!(text(None, None), None);
     }
 }

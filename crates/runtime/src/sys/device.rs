@@ -102,16 +102,28 @@ pub(crate) fn cuda_memory(device: c_int) -> Result<(u64, u64)> {
     Ok((free, total))
 }
 
-/// The GPU's name as the driver gives it. The ordinal obeys `CUDA_VISIBLE_DEVICES`, as libtorch's does.
-pub(crate) fn cuda_driver_name(device: c_int) -> Option<String> {
+/// The address of a function of the driver.
+fn driver_symbol(name: &CStr) -> Option<*mut c_void> {
     // SAFETY: the driver may be loaded into a running process.
     let driver = unsafe { open_library("libcuda.so.1") }.ok()?;
-    let symbol = |name: &CStr| {
-        // SAFETY: the handle is of a library that is never closed, the name is NUL-terminated.
-        let address = unsafe { libc::dlsym(driver, name.as_ptr()) };
-        (!address.is_null()).then_some(address)
-    };
-    let (init, get, name) = (symbol(c"cuInit")?, symbol(c"cuDeviceGet")?, symbol(c"cuDeviceGetName")?);
+    // SAFETY: the handle is of a library that is never closed, the name is NUL-terminated.
+    let address = unsafe { libc::dlsym(driver, name.as_ptr()) };
+    (!address.is_null()).then_some(address)
+}
+
+/// The newest CUDA that the driver supports, as cuda.h writes it: 13000 for 13.0.
+pub(crate) fn cuda_driver_version() -> Option<c_int> {
+    let get = driver_symbol(c"cuDriverGetVersion")?;
+    // SAFETY: this is the driver's function with the signature of cuda.h, unchanged since its first version.
+    let get = unsafe { std::mem::transmute::<*mut c_void, extern "C" fn(*mut c_int) -> c_int>(get) };
+    let mut version = 0;
+    (get(&mut version) == 0).then_some(version)
+}
+
+/// The GPU's name as the driver gives it. The ordinal obeys `CUDA_VISIBLE_DEVICES`, as libtorch's does.
+pub(crate) fn cuda_driver_name(device: c_int) -> Option<String> {
+    let (init, get, name) =
+        (driver_symbol(c"cuInit")?, driver_symbol(c"cuDeviceGet")?, driver_symbol(c"cuDeviceGetName")?);
     // SAFETY: these are the driver's functions with the signatures of cuda.h, unchanged since its first version.
     let (init, get, name) = unsafe {
         (

@@ -67,6 +67,10 @@ fn a_class_is_what_decides_the_time() {
     ] {
         assert_ne!(other.unwrap(), class);
     }
+    assert_eq!(
+        class.key_with("NVIDIA H200", "580.95.05", "2.13.0"),
+        "NVIDIA H200, driver 580.95.05, libtorch 2.13.0, Float, head 16, 64 queries, 64 keys, group 2, causal"
+    );
     // On the CPU, and for dtypes with one kernel, there is no choice.
     assert_eq!(Class::of([&q, &k, &k], Call::default()).unwrap(), None);
 }
