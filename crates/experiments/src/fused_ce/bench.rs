@@ -1,5 +1,8 @@
 //! `fused-ce bench`: time and memory of one forward and backward.
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+
 use anyhow::{Context, bail};
 use fused_ce::Chunk;
 use report::cli::Scale;
@@ -8,7 +11,7 @@ use runtime::measure::{MeasurementPlan, Samples};
 use tch::Device;
 
 use super::baselines::Implementation;
-use super::shapes::{self, Outcome, Shape};
+use super::shapes::{self, Outcome, Shape, Tensors};
 use crate::driver::Bench;
 use crate::dtype;
 
@@ -58,43 +61,61 @@ pub(crate) fn run(bench: &mut Bench, arguments: &BenchArgs) -> anyhow::Result<()
         implementations.extend(Implementation::ALL);
         implementations.retain(|one| *one != Implementation::RoundedLogits || device.is_cuda());
     }
+    let plan = MeasurementPlan {
+        warmup: arguments.warmup as usize,
+        repeats: arguments.repeats as usize,
+        min_repeats: 1,
+        budget: Some(arguments.budget),
+        ..MeasurementPlan::new(device)
+    };
     let chunk = arguments.chunk_bytes.map(Chunk::Budget);
-    let mut first = vec![None; implementations.len()];
-    let numbers = 0..implementations.len();
-    let cases = shapes.iter().flat_map(|shape| numbers.clone().map(move |number| (shape, number)));
-    let label = |(shape, number): &(&Shape, usize)| format!("{shape} {}", implementations[*number]);
-    let mut limit = 0.0;
-    bench.each(cases, label, |bench, (shape, number)| {
-        let implementation = implementations[number];
-        if number == 0 {
-            limit = shapes::product_rate(shape, device)?;
-        }
-        let free = runtime::device::memory_info(device)?.free;
-        let naive = implementation == Implementation::Naive;
-        let metrics = if naive && shape.naive_bytes() as f64 > 0.9 * free as f64 {
-            let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
-            let why =
-                format!("needs {:.1} GiB of the {:.1} that are free", gib(shape.naive_bytes()), gib(free));
-            vec![
-                Metric::not_measured("step_seconds", "s", &why),
-                Metric::not_measured("peak_above_bytes", "B", &why),
-            ]
-        } else {
-            let plan = MeasurementPlan {
-                warmup: arguments.warmup as usize,
-                repeats: arguments.repeats as usize,
-                min_repeats: 1,
-                budget: Some(arguments.budget),
-                ..MeasurementPlan::new(device)
-            };
-            let outcome = shapes::measure(shape, implementation, chunk, bench.seed, &plan)
-                .with_context(|| format!("measuring {shape} {implementation}"))?;
-            let mut metrics = metrics(shape, implementation, &outcome, limit);
-            metrics.extend(against_first(shape, &outcome, &mut first[number]));
-            metrics
-        };
-        bench.put(&case(shape, implementation, device), metrics)
-    })
+    let mut first = HashMap::new();
+    bench.expect_turns(shapes.len());
+    bench.each(
+        shapes,
+        |shape| shape.to_string(),
+        |bench, shape| {
+            let free = runtime::device::memory_info(device)?.free;
+            let tensors = Tensors::new(shape, bench.seed, device)?;
+            let (mut limit, mut round) = (None, 0);
+            bench.rounds(|bench| {
+                // Measured in this program's turn, when no other computes.
+                let limit = match limit {
+                    Some(limit) => limit,
+                    None => *limit.insert(shapes::product_rate(shape, device)?),
+                };
+                for implementation in &implementations {
+                    bench.message(&format!("{shape} {implementation}"));
+                    let metrics = if *implementation == Implementation::Naive
+                        && shape.naive_bytes() as f64 > 0.9 * free as f64
+                    {
+                        too_large(shape.naive_bytes(), free)
+                    } else {
+                        let outcome = shapes::measure(shape, &tensors, *implementation, chunk, &plan)
+                            .with_context(|| format!("measuring {shape} {implementation}"))?;
+                        let mut metrics = metrics(shape, *implementation, &outcome, limit);
+                        let first = first.entry((round, implementation.name()));
+                        metrics.extend(against_first(shape, &outcome, first));
+                        metrics
+                    };
+                    bench.put(&case(shape, *implementation, device), metrics)?;
+                }
+                round += 1;
+                Ok(())
+            })
+        },
+    )
+}
+
+/// The metrics of an implementation that needs more bytes than are free.
+fn too_large(bytes: u64, free: u64) -> Vec<Metric> {
+    let gib = |bytes: u64| bytes as f64 / f64::from(1 << 30);
+    let why = format!("needs {:.1} GiB of the {:.1} that are free", gib(bytes), gib(free));
+    ["step_seconds", "peak_above_bytes"]
+        .into_iter()
+        .zip(["s", "B"])
+        .map(|(name, unit)| Metric::not_measured(name, unit, &why))
+        .collect()
 }
 
 fn case(shape: &Shape, implementation: Implementation, device: Device) -> Case {
@@ -127,11 +148,11 @@ fn metrics(shape: &Shape, implementation: Implementation, outcome: &Outcome, lim
     ]
 }
 
-/// Time for each token with a label, and the peak, over those of the implementation's first shape: what more tokens cost.
-fn against_first(shape: &Shape, outcome: &Outcome, first: &mut Option<(f64, f64)>) -> Vec<Metric> {
+/// Time for each token with a label, and the peak, over those of the implementation's first shape in the same round: what more tokens cost.
+fn against_first<K>(shape: &Shape, outcome: &Outcome, first: Entry<'_, K, (f64, f64)>) -> Vec<Metric> {
     let this =
         (outcome.time.time.median() / shape.labelled().max(1) as f64, outcome.peak_above_bytes.max(1) as f64);
-    let (seconds, peak) = *first.get_or_insert(this);
+    let (seconds, peak) = *first.or_insert(this);
     vec![
         Metric::exact("time_per_token_vs_first", "ratio", this.0 / seconds),
         Metric::exact("peak_vs_first", "ratio", this.1 / peak),

@@ -165,19 +165,18 @@ pub(crate) struct Outcome {
     pub peak_above_bytes: u64,
 }
 
-/// Measures one forward and backward of a mean loss, on the device and with the repeats of `plan`.
+/// Measures one forward and backward of a mean loss over `tensors`, on their device, which is that of `plan`.
 ///
 /// # Errors
-/// Too little memory, a device that does not exist, an option outside its range.
+/// Too little memory, an option outside its range.
 pub(crate) fn measure(
     shape: &Shape,
+    tensors: &Tensors,
     implementation: Implementation,
     chunk: Option<Chunk>,
-    seed: u64,
     plan: &MeasurementPlan,
 ) -> Result<Outcome> {
-    let tensors = Tensors::new(shape, seed, plan.device)?;
-    let Tensors { hidden, weight, targets } = &tensors;
+    let Tensors { hidden, weight, targets } = tensors;
     let input_bytes = live_bytes(plan.device)?;
     let gradients = (hidden.numel() + weight.numel()) * shape.kind.elt_size_in_bytes();
     let plan = MeasurementPlan { work: Some(Work::flops(shape.flops())), ..plan.clone() };
@@ -199,7 +198,7 @@ pub(crate) fn measure(
 /// rate.
 ///
 /// # Errors
-/// Same as [`measure()`].
+/// Too little memory, a device that does not exist.
 pub(crate) fn product_rate(shape: &Shape, device: Device) -> Result<f64> {
     let kind = if device == Device::Cpu { Kind::Float } else { shape.kind };
     let size = [shape.tokens.min(2048), shape.vocabulary.min(16_384), shape.hidden];

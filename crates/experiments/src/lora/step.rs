@@ -9,6 +9,7 @@ use accounting::recompute::NormKernel;
 use anyhow::Context;
 use clap::{Args, ValueEnum};
 use fused_ce::{Chunk, LinearCrossEntropy};
+use kernels::nf4::Scales;
 use kernels::physical;
 use lora::LoraConfig;
 use models::module::{Context as Pass, IGNORE_INDEX, Input, LanguageModel, trainable};
@@ -99,8 +100,12 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Step) -> anyhow::Result<()> {
     let rows = arguments.batch * arguments.sequence;
     let config = shape.config()?;
     let limit_of = |kind: Kind| -> anyhow::Result<f64> {
-        // Products of quantized weights are those of their fp32 or bf16 tiles.
-        let kind = if kind == Kind::BFloat16 && device.is_cuda() { kind } else { Kind::Float };
+        // Products of NF4 weights are those of their tiles: in fp32 on a CPU, in bf16 on a GPU.
+        let kind = match device {
+            Device::Cpu => Kind::Float,
+            _ if Scales::of(kind).is_some() => Kind::BFloat16,
+            _ => kind,
+        };
         let rate = physical::gemm_rate(device, kind, rows, config.intermediate_size, config.hidden_size)?;
         rate.rate().context("the rate of a product")
     };
@@ -111,7 +116,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Step) -> anyhow::Result<()> {
     for (train, kind) in models() {
         bench.message(&format!("{} in {}: drawing weights", shape.name(), dtype::name(kind)));
         runtime::random::seed(bench.seed)?;
-        let limit = limit_of(kind)?;
+        let mut limit = None;
         let mut prepared = Prepared::new(&shape, arguments, train, bench.seed, (kind, device))?;
         for &method in &arguments.methods {
             bench.message(&format!("{} in {}, {}", shape.name(), dtype::name(kind), name(method)));
@@ -128,6 +133,11 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Step) -> anyhow::Result<()> {
                 case = case.with("trained", train.name());
             }
             bench.rounds(|bench| {
+                // Measured in this program's turn, when no other computes.
+                let limit = match limit {
+                    Some(limit) => limit,
+                    None => *limit.insert(limit_of(kind)?),
+                };
                 let mut figures = prepared.measure(arguments, limit, flops)?;
                 let peak = figures.iter().find(|figure| figure.name == "peak_bytes");
                 let peak = peak.and_then(|peak| peak.value);
