@@ -167,26 +167,20 @@ def main():
 
     import torch
 
-    from records import environment, metric
+    from records import Records, environment, metric, progress
 
-    where = environment(torch.device("cpu"))
+    records = Records(args.records, "finetune-vs-trl", environment(torch.device("cpu")))
     tokens = BATCH * ACCUMULATION * args.length
-    with tempfile.TemporaryDirectory(prefix="finetune-") as name, open(args.records, "a") as records:
+    with tempfile.TemporaryDirectory(prefix="finetune-") as name:
         folder = pathlib.Path(name)
         write_files(folder, args.shape, args.length, args.seed)
-
-        def put(case, figures):
-            for figure in figures:
-                record = {"experiment": "finetune-vs-trl", "case": case, "metric": figure, "environment": where}
-                records.write(json.dumps(record) + "\n")
-            records.flush()
 
         done = 0
         for method in ["lora", "full"]:
             reference = None
             variants = ["TRL", "TRL, activations kept", "default"] + [f"{share} of TRL's memory" for share in SHARES]
             for variant in variants:
-                print(f"@progress {done} {2 * len(variants)} {method}, {variant}", file=sys.stderr, flush=True)
+                progress(done, 2 * len(variants), f"{method}, {variant}")
                 done += 1
                 if variant.startswith("TRL"):
                     ours, result = False, trl(args, folder, method, variant)
@@ -196,11 +190,11 @@ def main():
                 case = {"impl": "frugal" if ours else "pytorch", "shape": args.shape, "method": method, "variant": variant}
                 if result is None:
                     why = dict(unit="tokens/s", value=None, n=0, note="nothing fits the budget")
-                    put(case, [dict(name="tokens_per_second", **why)])
+                    records.put(case, [dict(name="tokens_per_second", **why)])
                     continue
                 reference = reference or result
                 compared = list(zip(result["losses"], reference["losses"]))[: 1 if method == "lora" else None]
-                put(case, [
+                records.put(case, [
                     metric("first_step_seconds", "s", [result["first"]]),
                     metric("tokens_per_second", "tokens/s", [tokens / statistics.median(result["seconds"])]),
                     metric("process_bytes", "B", [result["peak"]]),

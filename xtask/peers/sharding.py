@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from records import environment, metric
+from records import Records, add_arguments, environment, metric, progress
 
 RANKS = 2
 WARMUP = 2
@@ -237,9 +237,7 @@ def main():
     parser.add_argument("--fixture", help="write the losses and projections of one number of tokens into this file, and nothing else")
     parser.add_argument("--rank-program", choices=["time", "memory"])
     parser.add_argument("--variant")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--records", required=True)
+    add_arguments(parser)
     args = parser.parse_args()
     if args.sizes:
         global HIDDEN, FEED_FORWARD, LAYERS, VOCABULARY
@@ -257,19 +255,14 @@ def main():
             fixture.write("\n")
         return
 
-    where = environment(torch.device("cpu"))
+    records = Records(args.records, "sharding-vs-pytorch", environment(torch.device("cpu")))
     for tokens in args.tokens.split(","):
         sizes = ["--tokens", tokens, "--steps", str(args.steps)]
 
         def put(case, figure):
-            record = {
-                "experiment": "sharding-vs-pytorch", "case": {"tokens_per_rank": int(tokens)} | case, "metric": figure,
-                "environment": where,
-            }
-            with open(args.records, "a") as records:
-                records.write(json.dumps(record) + "\n")
+            records.put({"tokens_per_rank": int(tokens)} | case, [figure])
 
-        print(f"@progress 0 {1 + len(VARIANTS)} {tokens} tokens per rank, time", file=sys.stderr, flush=True)
+        progress(0, 1 + len(VARIANTS), f"{tokens} tokens per rank, time")
         timed = ranks(["--rank-program", "time", *sizes])
         alone = timed[0]["seconds"]
         for line in timed:
@@ -283,8 +276,7 @@ def main():
             for direction, value in enumerate(line["projections"]):
                 put(case | {"projection": direction + 1}, {"name": "parameters", "unit": "", "value": value, "n": 1})
         for index, variant in enumerate(VARIANTS):
-            message = f"{tokens} tokens per rank, memory of {variant}"
-            print(f"@progress {1 + index} {1 + len(VARIANTS)} {message}", file=sys.stderr, flush=True)
+            progress(1 + index, 1 + len(VARIANTS), f"{tokens} tokens per rank, memory of {variant}")
             for line in ranks(["--rank-program", "memory", "--variant", variant, *sizes]):
                 put({"variant": variant}, {"name": "peak_bytes", "unit": "B", "value": line["peak_bytes"], "n": 1})
 
