@@ -80,14 +80,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
         }
     };
     let size = archive::write(out, entries)?;
-    if size > LIMIT {
-        bail!(
-            "{} is {:.1} MiB, more than the limit of {} MiB; inspect it with tar -tvJf",
-            out.display(),
-            mib(size),
-            LIMIT >> 20
-        );
-    }
+    check_size(out, size)?;
     println!(
         "bundle: {} ({:.1} MiB, {} programs, {} tests, revision {}, {:.0} s); on a machine with torch {}: \
          tar -xJf it (or python3 -m tarfile -e), then ./{}/run.sh test",
@@ -101,6 +94,19 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
         archive::TOP,
     );
     Ok(())
+}
+
+/// Refuses an archive above [`LIMIT`].
+fn check_size(archive: &Path, bytes: u64) -> Result<()> {
+    if bytes <= LIMIT {
+        return Ok(());
+    }
+    bail!(
+        "{} is {:.1} MiB, more than the limit of {} MiB; inspect it with tar -tvJf",
+        archive.display(),
+        mib(bytes),
+        LIMIT >> 20
+    )
 }
 
 /// The script of a bundle whose programs link the libtorch of `pair`.
@@ -128,6 +134,16 @@ fn tests(workspace: &Workspace) -> Result<Vec<Executable>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_archive_above_the_limit_is_refused() {
+        let archive = Path::new("bundle.tar.xz");
+        check_size(archive, 28 << 20).unwrap();
+        assert_eq!(
+            check_size(archive, (28 << 20) + (1 << 19)).unwrap_err().to_string(),
+            "bundle.tar.xz is 28.5 MiB, more than the limit of 28 MiB; inspect it with tar -tvJf"
+        );
+    }
 
     #[test]
     fn the_script_asks_for_the_torch_that_the_programs_link() {

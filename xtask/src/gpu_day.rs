@@ -14,6 +14,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
+use report::Specs;
 
 use crate::cargo::Optimization;
 use crate::device::Device;
@@ -41,6 +42,9 @@ pub(crate) struct Args {
     /// Run only these parts of the plan, separated by commas; an unknown name lists all
     #[arg(long, value_name = "NAMES", value_delimiter = ',')]
     only: Vec<String>,
+    /// Use this Python for the comparisons [default: FRUGAL_PYTHON]
+    #[arg(long, value_name = "PATH")]
+    python: Option<PathBuf>,
     /// Write the report to a folder in DIR that has the device's name
     #[arg(long, value_name = "DIR", default_value = "gpu-day")]
     out: PathBuf,
@@ -59,6 +63,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
         return Ok(());
     }
     let plan = plans.select(&args.plan, &args.only)?;
+    let specs = Specs::load(&workspace.root)?;
     args.device.check()?;
     let program = std::env::current_exe().context("cannot find the path of this program")?;
     let folder = Folder::new(workspace, Some(&args.out.join(args.device.folder_name())))?;
@@ -78,6 +83,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     let mut day = Day {
         program,
         workspace,
+        specs: &specs,
         programs: &programs,
         folder: &folder,
         device: args.device,
@@ -86,6 +92,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
         share,
         caches: caches.path().to_owned(),
         kill: args.kill.clone(),
+        python: args.python.clone().or_else(|| std::env::var_os("FRUGAL_PYTHON").map(PathBuf::from)),
         background: Vec::new(),
     };
     for work in &plan.background {
@@ -100,7 +107,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
             day.one(part).unwrap_or_else(|error| (Verdict::Failed(format!("{error:#}")), None));
         let seconds = start.elapsed().as_secs_f64();
         eprintln!("{}: {verdict} ({seconds:.0} s)", part.name);
-        rows.push(Row { name: part.name.clone(), verdict, seconds, beside });
+        rows.push(Row { name: part.name.clone(), verdict, seconds, beside, background: false });
         table::write(&folder.out, &rows)?;
     }
     rows.extend(day.background.drain(..).map(|work| work.finish(&folder)));

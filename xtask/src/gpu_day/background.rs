@@ -96,7 +96,7 @@ impl Background {
                 Verdict::Late { seconds, kept: "what it compiled is kept".into() }
             }
         };
-        Row { name: self.name, verdict, seconds: seconds as f64, beside: None }
+        Row { name: self.name, verdict, seconds: seconds as f64, beside: None, background: true }
     }
 }
 

@@ -8,8 +8,9 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
-use report::RunState;
+use report::cli::Scale;
 use report::environment::BESIDE_VARIABLE;
+use report::{RunState, Specs};
 
 use super::background::{Background, cores};
 use super::plan::{Part, Work};
@@ -29,6 +30,7 @@ pub(super) struct Day<'a> {
     /// This program: found before tests are built, which puts a new file in its place.
     pub(super) program: PathBuf,
     pub(super) workspace: &'a Workspace,
+    pub(super) specs: &'a Specs,
     pub(super) programs: &'a Programs<'a>,
     pub(super) folder: &'a Folder,
     pub(super) device: Device,
@@ -40,6 +42,8 @@ pub(super) struct Day<'a> {
     pub(super) caches: PathBuf,
     /// The part to kill, for a rehearsal.
     pub(super) kill: Option<String>,
+    /// The Python of the peers, where one was given.
+    pub(super) python: Option<PathBuf>,
     pub(super) background: Vec<Background>,
 }
 
@@ -209,9 +213,8 @@ impl Day<'_> {
         if self.device == Device::Cpu {
             command.arg("--smoke");
         }
-        let given = std::env::var_os("FRUGAL_PYTHON");
         let linked = || crate::torch::python_beside(&self.workspace.libtorch());
-        if let Some(python) = given.map(PathBuf::from).or_else(|| linked().filter(|_| self.rehearses())) {
+        if let Some(python) = self.python.clone().or_else(|| linked().filter(|_| self.rehearses())) {
             command.arg("--python").arg(absolute(&python));
         }
         command.env("TORCHINDUCTOR_CACHE_DIR", self.caches.join("inductor"));
@@ -243,9 +246,13 @@ impl Day<'_> {
                 self.verb(&arguments)?
             }
             Work::Experiment => {
-                let scale = if self.rehearses() { "smoke" } else { "paper" };
+                let scale = if self.rehearses() { Scale::Smoke } else { Scale::Paper };
+                let (name, scale_name) = (part.subject(), scale.name());
+                if self.specs.experiments.iter().any(|known| known.name == name && !known.runs_at(scale)) {
+                    return Ok(Err(format!("it does not run at scale {scale_name}")));
+                }
                 let mut command =
-                    self.verb(&["run-all", "--only", part.subject(), "--device", &device, "--scale", scale])?;
+                    self.verb(&["run-all", "--only", name, "--device", &device, "--scale", scale_name])?;
                 command.arg("--out").arg(&self.folder.out);
                 command
             }
@@ -320,10 +327,12 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let workspace = Workspace { root: dir.path().to_owned(), bundle: Some(Manifest::default()) };
         let programs = Programs::prepare(&workspace, &[], Device::Cpu, Optimization::Dev).unwrap();
+        let specs = Specs::default();
         let folder = Folder::new(&workspace, Some(dir.path())).unwrap();
         check(Day {
             program: std::env::current_exe().unwrap(),
             workspace: &workspace,
+            specs: &specs,
             programs: &programs,
             folder: &folder,
             device: Device::Cpu,
@@ -332,6 +341,7 @@ mod tests {
             share: 0.5,
             caches: dir.path().join("caches"),
             kill: None,
+            python: None,
             background: Vec::new(),
         });
     }

@@ -56,11 +56,13 @@ pub(super) struct Row {
     pub(super) seconds: f64,
     /// What ran on other cores meanwhile.
     pub(super) beside: Option<String>,
+    /// Whether it ran in the background.
+    pub(super) background: bool,
 }
 
 pub(super) fn text(rows: &[Row]) -> String {
     let width = rows.iter().map(|row| row.name.len()).max().unwrap_or(0);
-    let line = |Row { name, verdict, seconds, beside }: &Row| {
+    let line = |Row { name, verdict, seconds, beside, .. }: &Row| {
         let beside = beside.as_ref().map(|beside| format!("; beside {beside}")).unwrap_or_default();
         format!("{name:width$}  {seconds:5.0} s  {verdict}{beside}")
     };
@@ -86,18 +88,23 @@ pub(super) fn check_rehearsal(rows: &[Row], part: &Part, folder: &Folder) -> Res
         Work::Comparison => format!("{} finished rounds", check_rounds(part, folder)?),
         _ => format!("{} records", kept_records(subject, folder)?.len()),
     };
-    let others: Vec<&Row> = rows.iter().filter(|row| row.name != killed).collect();
-    let failed: Vec<&str> =
-        others.iter().filter(|row| row.verdict.is_failure()).map(|row| &*row.name).collect();
+    check_others(rows, killed)?;
+    println!("rehearsed: {killed} was killed, and kept its {kept}");
+    Ok(())
+}
+
+/// Checks that no other row failed, and that a part after the killed one passed. Background work does not count as one: it began before.
+fn check_others(rows: &[Row], killed: &str) -> Result<()> {
+    let failed = rows.iter().filter(|row| row.name != killed && row.verdict.is_failure());
+    let failed: Vec<&str> = failed.map(|row| &*row.name).collect();
     if !failed.is_empty() {
         bail!("{killed} was killed, and these parts failed too: {}", failed.join(", "));
     }
     let after = rows.iter().skip_while(|row| row.name != killed).skip(1);
     ensure!(
-        after.filter(|row| row.verdict == Verdict::Passed).count() > 0,
+        after.filter(|row| !row.background).any(|row| row.verdict == Verdict::Passed),
         "no part ran after {killed} was killed"
     );
-    println!("rehearsed: {killed} was killed, and kept its {kept}");
     Ok(())
 }
 
@@ -129,4 +136,32 @@ fn check_rounds(part: &Part, folder: &Folder) -> Result<u64> {
         rounds.total
     );
     Ok(rounds.done)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_killed_part_costs_no_other_and_a_part_runs_after_it() {
+        let row = |name: &str, verdict: Verdict, background: bool| Row {
+            name: name.into(),
+            verdict,
+            seconds: 1.0,
+            beside: None,
+            background,
+        };
+        let killed = || row("killed", Verdict::Failed("ended by SIGKILL".into()), false);
+        let passed = |background| row("next", Verdict::Passed, background);
+        let skipped = row("next", Verdict::Skipped("no time left".into()), false);
+        let check = |rows: &[Row]| check_others(rows, "killed").map_err(|error| error.to_string());
+
+        assert_eq!(check(&[killed(), passed(false)]), Ok(()));
+        let none = Err("no part ran after killed was killed".into());
+        assert_eq!(check(&[passed(false), killed()]), none);
+        assert_eq!(check(&[killed(), skipped, passed(true)]), none, "background work began before");
+        let failed = row("next", Verdict::Failed("exit status: 1".into()), false);
+        let too = Err("killed was killed, and these parts failed too: next".into());
+        assert_eq!(check(&[killed(), failed, passed(false)]), too);
+    }
 }
