@@ -27,11 +27,12 @@
 //! | module | subject |
 //! |---|---|
 //! | [`ModelFile`] | a file read as a folder of Hugging Face: configuration, names, the order of rows |
+//! | [`folder`] | a folder whose weights stay in a GGUF file |
 //! | [`Model`] | families by `model_type`: names of tensors, metadata, the rotary embedding |
 //! | [`Tokenizer`] | tokens, merges, special tokens, chat template, and llama.cpp's name of the pre-tokenizer |
 //! | [`Adapter`] | LoRA adapters |
 //! | [`Conversion`] | a planned file |
-//! | [`ollama`] | Modelfiles |
+//! | [`ollama`] | Modelfiles, and the store of models |
 //! | [`Writer`], [`Reader`] | the container, version 3 |
 //! | [`FileType`] | the types of a file's matrices: one for all, or llama.cpp's mixtures such as q4_k_m |
 //! | [`TensorType`], [`block`] | how values are stored: f32, f16, bf16, and ggml's blocks |
@@ -46,6 +47,7 @@ pub mod block;
 mod conversion;
 mod error;
 mod file_type;
+pub mod folder;
 mod json;
 mod model;
 mod model_file;

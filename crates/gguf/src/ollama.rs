@@ -9,6 +9,7 @@
 
 mod derived;
 mod format;
+pub mod store;
 mod value;
 
 use std::fmt;

@@ -11,7 +11,9 @@ use half::{bf16, f16};
 use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
 use crate::error::{Result, file_error, io_error};
+use crate::folder;
 use crate::json;
+use crate::model_file::{FileTensor, ModelFile};
 
 /// The most bytes of a header that the format's own library reads.
 const MAX_HEADER: u64 = 100_000_000;
@@ -23,6 +25,8 @@ enum Dtype {
     F32,
     F16,
     BF16,
+    /// A tensor of a GGUF file.
+    Gguf,
 }
 
 impl Dtype {
@@ -41,6 +45,8 @@ impl Dtype {
             Self::F64 => 8,
             Self::F32 => 4,
             Self::F16 | Self::BF16 => 2,
+            // Its values are not read as bytes.
+            Self::Gguf => 0,
         }
     }
 }
@@ -61,11 +67,16 @@ pub(crate) struct Location {
 pub(crate) struct Tensors {
     files: Vec<(PathBuf, File)>,
     tensors: BTreeMap<String, Location>,
+    /// The file of a folder whose weights stay in GGUF; a location's `file` is the number of the tensor in it.
+    model: Option<ModelFile>,
 }
 
 impl Tensors {
     /// Opens a model's folder.
     pub(crate) fn of_model(folder: &Path) -> Result<Self> {
+        if let Some(model) = folder::open(folder)? {
+            return Ok(Self::of_gguf(model));
+        }
         let index = folder.join("model.safetensors.index.json");
         if !index.is_file() {
             return Self::of_file(&folder.join("model.safetensors"));
@@ -88,7 +99,7 @@ impl Tensors {
             };
             shards.entry(shard.to_owned()).or_insert_with(Vec::new).push(tensor);
         }
-        let mut all = Self { files: Vec::new(), tensors: BTreeMap::new() };
+        let mut all = Self { files: Vec::new(), tensors: BTreeMap::new(), model: None };
         for (shard, names) in shards {
             let one = Self::of_file(&folder.join(&shard))?;
             if let Some(missing) = names.iter().find(|name| !one.tensors.contains_key(**name)) {
@@ -136,7 +147,16 @@ impl Tensors {
             }
             tensors.insert(name, Location { file: 0, dtype, start: start + from, shape: entry.shape });
         }
-        Ok(Self { files: vec![(path.to_owned(), file)], tensors })
+        Ok(Self { files: vec![(path.to_owned(), file)], tensors, model: None })
+    }
+
+    fn of_gguf(model: ModelFile) -> Self {
+        let location = |(file, tensor): (usize, &FileTensor)| {
+            let location = Location { file, dtype: Dtype::Gguf, start: 0, shape: tensor.shape.clone() };
+            (tensor.name.clone(), location)
+        };
+        let tensors = model.tensors().iter().enumerate().map(location).collect();
+        Self { files: Vec::new(), tensors, model: Some(model) }
     }
 
     /// The names of all tensors.
@@ -185,12 +205,16 @@ impl Tensors {
     /// # Errors
     /// Errors of the file.
     pub(crate) fn values(&self, location: &Location, range: Range<u64>) -> Result<Vec<f32>> {
+        if let Some(model) = &self.model {
+            return values_of(model, &model.tensors()[location.file], range);
+        }
         let bytes = self.bytes(location, range)?;
         Ok(match location.dtype {
             Dtype::F64 => bytes.as_chunks().0.iter().map(|x| f64::from_le_bytes(*x) as f32).collect(),
             Dtype::F32 => bytes.as_chunks().0.iter().map(|x| f32::from_le_bytes(*x)).collect(),
             Dtype::F16 => bytes.as_chunks().0.iter().map(|x| f16::from_le_bytes(*x).to_f32()).collect(),
             Dtype::BF16 => bytes.as_chunks().0.iter().map(|x| bf16::from_le_bytes(*x).to_f32()).collect(),
+            Dtype::Gguf => Vec::new(),
         })
     }
 
@@ -204,6 +228,18 @@ impl Tensors {
             .map_err(|cause| io_error(path, cause))?;
         Ok(bytes)
     }
+}
+
+/// A range of a tensor's values, from the rows that it touches.
+fn values_of(model: &ModelFile, tensor: &FileTensor, range: Range<u64>) -> Result<Vec<f32>> {
+    let columns = tensor.shape.last().copied().unwrap_or(1).max(1);
+    let rows = range.start / columns..range.end.div_ceil(columns);
+    let skipped = (range.start - rows.start * columns) as usize;
+    let mut values = Vec::new();
+    model.rows(tensor, rows, &mut values)?;
+    values.truncate(skipped + (range.end - range.start) as usize);
+    values.drain(..skipped);
+    Ok(values)
 }
 
 #[derive(serde::Deserialize)]

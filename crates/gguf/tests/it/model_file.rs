@@ -293,3 +293,33 @@ fn a_model_in_several_files_is_read_as_one() {
         ],
     );
 }
+
+/// A folder whose weights stay in a file is converted to the file's own bytes, but for its name.
+#[test]
+fn a_folder_of_a_file_is_converted_again() {
+    for (family, own) in families().into_iter().filter(|(family, _)| *family != "llama") {
+        let tiny = Tiny::with(family, own);
+        tiny.write("chat_template.jinja", "{{ messages[0].content }}");
+        let path = exported(&tiny, TensorType::F32);
+        let cache = tiny.path("cache");
+        let folder = gguf::folder::make(&path, ReadOptions::default(), &cache).unwrap();
+        assert_eq!(gguf::folder::make(&path, ReadOptions::default(), &cache).unwrap(), folder);
+        assert_eq!(fs::read_dir(&cache).unwrap().count(), 1);
+        let again = Model::open(&folder).unwrap().named("again");
+        let again = written(&again.convert(TensorType::F32).unwrap(), &tiny.path("again.gguf"));
+        let first = gguf::Reader::open(&path).unwrap();
+        let known = |file: &gguf::Reader| {
+            let mut metadata = file.header().metadata.clone();
+            // The base of layers with a window is llama.cpp's default, which the configuration then names.
+            metadata.retain(|(key, _)| !["general.name", "gemma3.rope.freq_base_swa"].contains(&&**key));
+            metadata.sort_by(|(one, _), (other, _)| one.cmp(other));
+            metadata
+        };
+        assert_eq!(known(&again), known(&first), "{family}");
+        assert_eq!(again.header().tensors, first.header().tensors, "{family}");
+        for tensor in &first.header().tensors {
+            let same = |file: &gguf::Reader| crate::tiny_model::values(file, &tensor.name);
+            assert!(same(&again) == same(&first), "{family}: {}", tensor.name);
+        }
+    }
+}
