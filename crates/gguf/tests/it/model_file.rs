@@ -300,13 +300,13 @@ fn a_folder_of_a_file_is_converted_again() {
     for (family, own) in families().into_iter().filter(|(family, _)| *family != "llama") {
         let tiny = Tiny::with(family, own);
         tiny.write("chat_template.jinja", "{{ messages[0].content }}");
-        let path = exported(&tiny, TensorType::F32);
+        let path = exported(&tiny, FileType::F32);
         let cache = tiny.path("cache");
         let folder = gguf::folder::make(&path, ReadOptions::default(), &cache).unwrap();
         assert_eq!(gguf::folder::make(&path, ReadOptions::default(), &cache).unwrap(), folder);
         assert_eq!(fs::read_dir(&cache).unwrap().count(), 1);
         let again = Model::open(&folder).unwrap().named("again");
-        let again = written(&again.convert(TensorType::F32).unwrap(), &tiny.path("again.gguf"));
+        let again = written(&again.convert(FileType::F32).unwrap(), &tiny.path("again.gguf"));
         let first = gguf::Reader::open(&path).unwrap();
         let known = |file: &gguf::Reader| {
             let mut metadata = file.header().metadata.clone();
