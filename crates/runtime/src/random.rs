@@ -27,8 +27,8 @@ use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result};
 use crate::sys::random as sys;
+pub(crate) use step_seeds::{Step, StepGuard, current_step, enter_again, step_at_this_call};
 pub use step_seeds::{StepSeed, StepSeeds, begin_step_part, step_base, step_seed};
-pub(crate) use step_seeds::{calls, set_calls};
 
 /// The magic number of [`RandomState::to_bytes`].
 const MAGIC: &[u8; 8] = b"rngstat1";

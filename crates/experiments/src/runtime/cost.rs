@@ -260,7 +260,7 @@ fn captured_step(device: Device, scale: Scale) -> anyhow::Result<Figures> {
         }
     };
     let mut plain = body();
-    let mut graph = graph::CapturedStep::capture(device, 3, body())?;
+    let mut graph = graph::CapturedStep::capture(device, body())?;
     in_turns(
         WHAT,
         count,

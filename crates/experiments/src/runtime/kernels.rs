@@ -76,7 +76,7 @@ fn seconds(device: Device, scale: Scale, mut call: Call) -> anyhow::Result<Sampl
         MeasurementPlan { warmup: 2, repeats: 21, budget: Some(budget), ..MeasurementPlan::new(device) };
     let body = move || (0..CALLS).try_for_each(&mut call);
     let measured = if device.is_cuda() {
-        let mut step = CapturedStep::capture(device, 2, body)?;
+        let mut step = CapturedStep::capture(device, body)?;
         measure::run(&plan, |_| step.replay())?
     } else {
         let mut body = body;

@@ -392,7 +392,7 @@ fn a_kernel_must_have_run_before_a_capture() {
     let gate = Tensor::randn([33, 77], (Kind::Float, device));
     let mut product = Tensor::zeros([33, 77], (Kind::Float, device));
     let (inside, mut out) = (gate.shallow_clone(), product.shallow_clone());
-    let mut step = runtime::device::graph::CapturedStep::capture(device, 1, move || {
+    let mut step = runtime::device::graph::CapturedStep::capture(device, move || {
         swiglu::forward(&inside, &inside, None, &mut out)
     })
     .unwrap();

@@ -1,11 +1,15 @@
 //! The trait of custom functions, and the node that owns one.
 
+use std::sync::Arc;
+
 use parking_lot::ReentrantMutex;
 use smallvec::{SmallVec, smallvec};
 use tch::Tensor;
 
 use super::engine::GradMode;
+use crate::device::graph::{Progress, ProgressGuard, progress};
 use crate::error::{Error, Result};
+use crate::random::{Step, StepGuard, current_step};
 use crate::sys::autograd as sys;
 
 /// A differentiable function with a backward written by hand. See the [module](super).
@@ -133,9 +137,14 @@ impl Backward {
     }
 }
 
-/// One thread at a time runs the function. The same thread may re-enter it: an engine thread that waits inside one backward runs
-/// others.
-struct Bound<F>(ReentrantMutex<F>);
+struct Bound<F> {
+    /// One thread at a time runs the function. The same thread may re-enter it: an engine thread that waits inside one backward runs
+    /// others.
+    function: ReentrantMutex<F>,
+    /// The training step of the forward, and how far its capture is, which a thread of the engine does not have.
+    step: Option<Arc<Step>>,
+    progress: Progress,
+}
 
 impl<F: Function> sys::NodeBackward for Bound<F> {
     fn run(
@@ -145,7 +154,10 @@ impl<F: Function> sys::NodeBackward for Bound<F> {
         needed: sys::Flags,
         pass: sys::Pass,
     ) -> Result<Vec<Option<Tensor>>> {
-        self.0.lock().backward(&mut Backward { needed, saved, pass }, grads)
+        let _step = self.step.clone().map(|step| StepGuard::enter(Some(step)));
+        let is_captured = self.progress != Progress::Eager;
+        let _progress = is_captured.then(|| ProgressGuard::enter(self.progress));
+        self.function.lock().backward(&mut Backward { needed, saved, pass }, grads)
     }
 }
 
@@ -214,7 +226,7 @@ fn apply_with<F: Function>(mut function: F, inputs: &[&Tensor], always: bool) ->
         })? = false;
     }
     std::mem::forget(no_grad);
-    let bound = Bound(ReentrantMutex::new(function));
+    let bound = Bound { function: ReentrantMutex::new(function), step: current_step(), progress: progress() };
     node.attach(inputs, &mut outputs, &differentiable, F::TWICE_DIFFERENTIABLE, bound)?;
     Ok(outputs)
 }

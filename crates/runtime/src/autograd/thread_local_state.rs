@@ -6,12 +6,12 @@ use std::sync::Arc;
 use crate::device::graph;
 use crate::error::{Error, Result};
 use crate::precision::{self, Policy, PolicyGuard};
-use crate::random::{self, Preserve, RandomState};
+use crate::random::{self, Preserve, RandomState, Step, StepGuard};
 use crate::sys::autocast::{Autocast, AutocastGuard};
 
 /// The thread-local state that decides what a forward computes: libtorch's autocast, the mixed-precision
-/// [policy](crate::precision), the number of seeds that the training step has drawn ([`crate::random::StepSeeds`]) and, if asked for, the
-/// default random generators. A [`Function`](super::Function) that recomputes its
+/// [policy](crate::precision), the training step and the number of seeds that it has drawn ([`crate::random::StepSeeds`]) and, if asked
+/// for, the default random generators. A [`Function`](super::Function) that recomputes its
 /// forward captures the state in forward and enters it in backward, on any thread. Like ATen's `ThreadLocalState`.
 ///
 /// ```
@@ -28,8 +28,8 @@ pub struct ThreadLocalState {
     autocast: Autocast,
     precision: Option<Arc<dyn Policy>>,
     random: Option<RandomState>,
-    /// The number of seeds that the training step has drawn before.
-    calls: Option<u64>,
+    /// The training step before its next seed.
+    step: Option<Arc<Step>>,
 }
 
 /// Restores the thread's previous state when dropped.
@@ -38,18 +38,7 @@ pub struct ThreadLocalStateGuard {
     _autocast: AutocastGuard,
     _precision: PolicyGuard,
     _random: Option<Preserve>,
-    _calls: CallsGuard,
-}
-
-/// Sets the number of seeds that the step has drawn back when dropped.
-struct CallsGuard(Option<u64>);
-
-impl Drop for CallsGuard {
-    fn drop(&mut self) {
-        if let Some(calls) = self.0 {
-            random::set_calls(calls);
-        }
-    }
+    _step: StepGuard,
 }
 
 impl ThreadLocalState {
@@ -65,7 +54,7 @@ impl ThreadLocalState {
             autocast: Autocast::capture()?,
             precision: precision::current(),
             random,
-            calls: random::calls(),
+            step: random::step_at_this_call(),
         })
     }
 
@@ -97,7 +86,7 @@ impl ThreadLocalState {
             _autocast: self.autocast.enter()?,
             _precision: precision::enter(self.precision.clone()),
             _random: self.random.as_ref().map(RandomState::replay).transpose()?,
-            _calls: CallsGuard(self.calls.and_then(random::set_calls)),
+            _step: random::enter_again(self.step.as_ref()),
         })
     }
 }

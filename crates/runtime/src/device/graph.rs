@@ -1,28 +1,29 @@
 //! CUDA graphs: a step that is captured once and launched again as one.
 //!
 //! A training step launches some thousand kernels. If each takes a few microseconds, launching them on the CPU is the bottleneck. A
-//! CUDA graph is the list of all launches, with their addresses, which the GPU executes by itself; [`CapturedStep::capture`] captures a
-//! whole step: forward, backward, optimizer.
+//! CUDA graph is the list of all launches, with their addresses, which the GPU executes by itself; [`Capture::run`] captures a whole step:
+//! forward, backward, optimizer.
 //!
 //! Requirements for a step:
 //! - **Static**: the same kernels, shapes and addresses each time. Copy new data into the tensors that the step was captured with
 //!   ([`super::copy_async`]), and read results from those that it wrote.
 //! - **No synchronisation**: nothing reads a device's value (`double_value`, a printed loss, a scaler that looks for infinities on
 //!   the host), copies to pageable memory, or waits. Such a call fails during a capture, and so does the capture.
-//! - **Warm**: the step runs `warmup` times on the capture's own stream first, so that libraries have their workspaces,
-//!   optimizers their state, and gradients exist. These steps change weights.
+//! - **Warm**: the step runs once on the capture's own stream first, so that libraries have their workspaces,
+//!   optimizers their state, and gradients exist.
 //! - **Random numbers** may come from the device's default generator alone, which libtorch registers with the graph: each replay
 //!   advances it. Another generator would give the same numbers each time.
-//! - **Memory belongs to the graph**: what the step allocates while it is captured is in a pool that each replay overwrites. What
+//! - **Memory belongs to the graph**: what the step allocates while it is captured is in a pool that each replay overwrites. It keeps
+//!   the peak of the step until its last graph is dropped, and no other tensor gets memory from it. What
 //!   the closure owns lives as long as the step. A tensor that it shares with other code must not get other memory (`set_data`,
 //!   `set_grad(None)` outside): a replay would use the old memory, which may belong to another tensor by then.
 //! - **Its own stream**: other threads, such as a loader's, may use the device on other streams during the capture; their work is
 //!   not part of the step. A wait for the whole device may fail during the capture, on any thread.
 //!
-//! On a CPU, where a launch is a call, [`CapturedStep::capture`] returns an error.
+//! A [`Capture`] is for a loop whose steps compute from the first on: its first run warms up, its second is captured, and the
+//! [`Graph`] replays the following ones. [`CapturedStep`] runs both of one body, and owns it.
 //!
-//! [`Capture`] is for a loop whose steps compute from the first on: its first run warms up, its second is captured, and the
-//! [`Graph`] replays the following ones. [`Capture::recorder`] is a graph's stand-in on a CPU: it records every operator that reaches the
+//! On a CPU, where a launch is a call, [`Capture::new`] returns an error. [`Capture::recorder`] is a graph's stand-in on a CPU: it records every operator that reaches the
 //! backends and calls them again with the recorded scalars and memory, so that whatever a graph would not repeat shows in the result. Two
 //! runs are compared: a scalar, an address or a shape that differs is an error that names the operator and the argument, as are
 //! values that the host reads and kernels outside the dispatcher. [`operators_only`] is the switch by which kernels leave their own
@@ -37,9 +38,9 @@ mod capture;
 
 use tch::Device;
 
-use crate::error::{Error, Result};
+use crate::error::Result;
 pub use capture::{Capture, Graph, OperatorsOnly, Pool, operators_only};
-pub(crate) use capture::{Progress, progress};
+pub(crate) use capture::{Progress, ProgressGuard, progress};
 
 /// A captured step. See the [module](self).
 pub struct CapturedStep {
@@ -56,30 +57,18 @@ impl std::fmt::Debug for CapturedStep {
 }
 
 impl CapturedStep {
-    /// Runs `body` `warmup` times, at least once, then captures one run, which does not compute yet. PyTorch's documentation
-    /// advises three warm-up runs, or eleven with distributed data.
+    /// Runs `body` twice, each of which computes, the second time from the graph that it captures ([`Capture::run`]).
     ///
     /// # Errors
-    /// [`Error::Unavailable`] on a CPU, without CUDA, and with another libtorch than the one that this was built for; no warm-up;
-    /// what `body` returns; a call in `body` that cannot be captured. After a failure nothing is captured, the warm-up has run, and
-    /// the device works as before.
-    pub fn capture(
-        device: Device,
-        warmup: usize,
-        body: impl FnMut() -> Result<()> + 'static,
-    ) -> Result<Self> {
-        let capture = Capture::new(device)?;
-        if warmup == 0 {
-            let reason =
-                "0 runs to warm up; expected one at least, since the first run allocates what must be there";
-            return Err(Error::invalid("capture", reason));
-        }
+    /// Those of [`Capture::new`] and [`Capture::run`]. After a failure nothing is captured, and the device works as before.
+    pub fn capture(device: Device, body: impl FnMut() -> Result<()> + 'static) -> Result<Self> {
+        let mut capture = Capture::new(device)?;
         let mut body = Box::new(body);
-        for _ in 0..warmup {
-            capture.warm_up(&mut *body)?;
+        loop {
+            if let ((), Some(graph)) = capture.run(None, &mut *body)? {
+                return Ok(Self { graph, device, _body: body });
+            }
         }
-        let ((), graph) = capture.capture(None, &mut *body)?;
-        Ok(Self { graph, device, _body: body })
     }
 
     /// Launches the step again on the current stream of this thread. Returns before it is done.

@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 #[test]
 fn a_cpu_returns_an_error_with_the_remedy() {
-    let error = CapturedStep::capture(Device::Cpu, 1, || panic!("it must not run")).unwrap_err();
+    let error = CapturedStep::capture(Device::Cpu, || panic!("it must not run")).unwrap_err();
     assert!(matches!(error, Error::Unavailable { .. }));
     expect![
         "a captured step is not available here: a graph of launches exists on CUDA devices alone; call the step itself, whose launches are calls on a CPU"
@@ -20,7 +20,7 @@ fn a_cpu_returns_an_error_with_the_remedy() {
 #[test]
 fn a_missing_device_is_an_error_and_nothing_runs() {
     let count = cuda_count().unwrap();
-    let error = CapturedStep::capture(Device::Cuda(count), 1, || panic!("it must not run")).unwrap_err();
+    let error = CapturedStep::capture(Device::Cuda(count), || panic!("it must not run")).unwrap_err();
     assert!(matches!(error, Error::Unavailable { .. }), "{error}");
 }
 
@@ -57,7 +57,7 @@ fn after_a_failed_capture_the_device_works_as_before() {
     let before = left();
     let x = Tensor::ones([8], (Kind::Float, device));
     let inside = x.shallow_clone();
-    let error = CapturedStep::capture(device, 1, move || {
+    let error = CapturedStep::capture(device, move || {
         // The host reads a value, which cannot be captured but is allowed in the warm-up.
         inside.f_sum(Kind::Float)?.f_double_value(&[])?;
         Ok(())
@@ -66,7 +66,7 @@ fn after_a_failed_capture_the_device_works_as_before() {
     assert!(error.to_string().contains("captur"), "{error}");
     // A step that fails without CUDA returns its own error.
     let mut runs = 0;
-    let error = CapturedStep::capture(device, 1, move || {
+    let error = CapturedStep::capture(device, move || {
         runs += 1;
         if runs == 2 { Err(Error::Other("no data".into())) } else { Ok(()) }
     })
@@ -101,8 +101,7 @@ fn losses(device: Device, captured: bool) -> runtime::Result<Vec<f64>> {
     let weight = Tensor::f_full([8, 1], 0.125, (Kind::Float, device))?.f_set_requires_grad(true)?;
     let (x, loss) = (batch(0)?, Tensor::f_zeros([1], (Kind::Float, device))?);
     let mut plain = step(&weight, &x, &loss);
-    let mut graph =
-        captured.then(|| CapturedStep::capture(device, 2, step(&weight, &x, &loss))).transpose()?;
+    let mut graph = captured.then(|| CapturedStep::capture(device, step(&weight, &x, &loss))).transpose()?;
     if graph.is_none() {
         plain()?;
         plain()?;

@@ -96,7 +96,7 @@ impl Capture {
     }
 
     /// Runs `body` on the stream of the capture, without capturing it.
-    pub(super) fn warm_up<T, E: From<Error>>(&self, body: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
+    fn warm_up<T, E: From<Error>>(&self, body: impl FnOnce() -> Result<T, E>) -> Result<T, E> {
         let Backend::Cuda { device, stream, warm } = &self.0 else { return body() };
         // Another stream may still be writing what the step uses, and the next one will read what it writes.
         synchronize(*device)?;
@@ -111,7 +111,7 @@ impl Capture {
     }
 
     /// Captures a run of `body` on CUDA, which does not compute.
-    pub(super) fn capture<T, E: From<Error>>(
+    fn capture<T, E: From<Error>>(
         &self,
         shared: Option<Pool>,
         body: impl FnOnce() -> Result<T, E>,
@@ -214,10 +214,11 @@ pub(crate) fn progress() -> Progress {
     PROGRESS.get()
 }
 
-struct ProgressGuard(Progress);
+/// Sets the progress back when dropped.
+pub(crate) struct ProgressGuard(Progress);
 
 impl ProgressGuard {
-    fn enter(progress: Progress) -> Self {
+    pub(crate) fn enter(progress: Progress) -> Self {
         Self(PROGRESS.replace(progress))
     }
 }
