@@ -82,7 +82,9 @@ pub(crate) fn project_all<const N: usize>(
 ) -> Result<[Tensor; N]> {
     let mut results = Vec::new();
     // A policy decides the dtypes of each product.
-    if gpu::is_chosen(x.device()) && !precision::is_set() {
+    let in_one = gpu::is_chosen(x.device()) && !precision::is_set();
+    // All, before the first of them draws a mask.
+    if in_one && projections.iter().all(|projection| projection.is_affine()) {
         let affine = projections.map(|projection| projection.affine(x, context));
         let affine: Option<Vec<Affine<'_>>> = affine.into_iter().collect::<Result<_>>()?;
         if let Some(affine) = affine.filter(|affine| affine.iter().any(|one| !one.terms.is_empty())) {
@@ -142,6 +144,10 @@ impl Module for Linear {
 impl Projection for Linear {
     fn forward(&self, x: &Tensor, _: &Context<'_>) -> Result<Tensor> {
         project(x, &self.weight, self.bias.as_ref())
+    }
+
+    fn is_affine(&self) -> bool {
+        true
     }
 
     fn affine(&self, x: &Tensor, _: &Context<'_>) -> Result<Option<Affine<'_>>> {

@@ -1,13 +1,14 @@
 //! Adapted layers inside segments that run again, under mixed precision, and over several backward passes.
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use lora::{LoraLinear, LoraLinearConfig};
-use models::Linear;
-use models::module::{Context, Module, Projection, parameters};
+use models::module::{Context, Mlp, Module, ModuleMapper, Projection, map_modules, parameters};
+use models::{Init, Linear, Swiglu};
 use runtime::autograd::{Checkpoint, backward, set_grad};
 use runtime::precision::{self, Policy};
-use runtime::random::{Generator, RandomState};
+use runtime::random::{Generator, RandomState, StepSeeds, step_seed};
 use tch::{Device, Kind, Tensor, kind};
 
 /// Dropout draws its seed from the process's shared generator, so tests that replay it run alone.
@@ -190,4 +191,52 @@ fn recomputing_a_segment_under_other_settings_is_refused() {
     layer.lock().unwrap().merge().unwrap();
     layer.lock().unwrap().unmerge().unwrap();
     backward(&[&y]).unwrap();
+}
+
+/// On a GPU, backward runs on a thread of the engine, where masks whose base is on the device read it again.
+#[test]
+fn a_backward_on_another_thread_has_the_masks_of_its_step() {
+    let gradients = |elsewhere: bool| {
+        let layer = layer(false, kind::FLOAT_CPU);
+        let x = Generator::new(2).unwrap().normal(&[3, 7, 16], kind::FLOAT_CPU).unwrap();
+        let base = Tensor::from_slice(&[17i64]);
+        let step = StepSeeds::enter(17, Some(&base));
+        let loss = layer.forward(&x, &TRAINING).unwrap().square().sum(Kind::Float);
+        if elsewhere {
+            drop(step);
+            std::thread::spawn(move || backward(&[&loss]).unwrap()).join().unwrap();
+        } else {
+            backward(&[&loss]).unwrap();
+        }
+        taken(&learned(&layer))
+    };
+    assert_eq!(gradients(true), gradients(false));
+}
+
+/// Puts other projections in the place of a module's own.
+struct Replace(BTreeMap<&'static str, LoraLinear>);
+
+impl ModuleMapper for Replace {
+    fn projection(&mut self, name: &str, slot: &mut Box<dyn Projection>) -> models::Result<()> {
+        if let Some(layer) = self.0.remove(name) {
+            *slot = Box::new(layer);
+        }
+        Ok(())
+    }
+}
+
+/// As on a GPU, where projections of one input are one function unless one of them, such as a DoRA, is computed otherwise.
+#[test]
+fn each_projection_draws_one_seed_beside_one_that_is_computed_alone() {
+    let _gpu = kernels::gpu::assume();
+    for (up_is_dora, form) in [(false, "one function"), (true, "each alone")] {
+        let mut mlp = Swiglu::new(16, 24, false, Init::Constant(0.5), kind::FLOAT_CPU).unwrap();
+        let layers = [("gate_proj", false), ("up_proj", up_is_dora)];
+        let layers = layers.map(|(name, dora)| (name, layer(dora, kind::FLOAT_CPU)));
+        map_modules(&mut mlp, &mut Replace(layers.into())).unwrap();
+        let x = Generator::new(2).unwrap().normal(&[5, 16], kind::FLOAT_CPU).unwrap();
+        let _step = StepSeeds::enter(3, None);
+        let _ = mlp.forward(&x, &TRAINING).unwrap();
+        assert_eq!(step_seed().unwrap().call, 2, "{form}");
+    }
 }
