@@ -11,7 +11,7 @@
 //!
 //! ```
 //! use amp::{DynamicGradScaler, DynamicScalerConfig};
-//! use tch::{Kind, Tensor};
+//! use tch::{Device, Kind, Tensor};
 //! use training::optimizer::{Group, DeviceOptimizer, Sgd};
 //!
 //! let w = Tensor::from_slice(&[3.0f32]).set_requires_grad(true);
@@ -31,6 +31,7 @@
 //! their norm ([`kernels::gradients`]). On CUDA the overflow flags of all optimizers are copied to the host at once; a
 //! [`DeviceScaler`](device_scaler::DeviceScaler) follows the same rules, skips steps on the device, and copies nothing.
 //! It pays on a GPU, where the host would wait for the flag in every step; on a CPU its small operators cost more than the host's decision.
+//! A trainer takes it by itself where a graph repeats the steps ([`training::trainer::captured`]).
 
 pub mod device_scaler;
 pub mod dynamic_scale;
@@ -42,10 +43,10 @@ use std::fmt::Debug;
 use kernels::gradients::{Unscaled, unscale_};
 use runtime::ops::TryScalar;
 use serde_json::Value;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 use training::clip::Norm;
 use training::optimizer::DeviceOptimizer;
-use training::scaler::UnscaleResult;
+use training::scaler::{GradScaler, UnscaleResult};
 
 use crate::error::{Result, foreign_state, refused};
 use dynamic_scale::{DynamicRule, DynamicScalerConfig};
@@ -74,6 +75,14 @@ pub trait ScaleRule: Debug + Send {
     /// # Errors
     /// The state of another scaler.
     fn load_state(&mut self, state: &Value) -> Result<()>;
+
+    /// Returns a scaler of this rule that decides on `device`; `None`, the default, for a rule that the host alone can apply.
+    ///
+    /// # Errors
+    /// The device does not exist.
+    fn scaler_on_device(&self, _device: Device) -> Result<Option<Box<dyn GradScaler>>> {
+        Ok(None)
+    }
 }
 
 /// A loss scaler. See the [module](self).
@@ -225,7 +234,7 @@ fn untagged<'a>(name: &'static str, state: &'a Value) -> Result<&'a Value> {
 /// The name of the one optimizer of `training::Trainer`.
 const TRAINER: &str = "training";
 
-impl<R: ScaleRule> training::scaler::GradScaler for Scaler<R> {
+impl<R: ScaleRule> GradScaler for Scaler<R> {
     fn scale(&self, loss: &Tensor) -> training::Result<Tensor> {
         Scaler::scale(self, loss)
     }
@@ -251,5 +260,9 @@ impl<R: ScaleRule> training::scaler::GradScaler for Scaler<R> {
 
     fn load_state(&mut self, state: &Value) -> training::Result<()> {
         Scaler::load_state(self, state)
+    }
+
+    fn on_device(&self, device: Device) -> training::Result<Option<Box<dyn GradScaler>>> {
+        self.rule.scaler_on_device(device)
     }
 }

@@ -14,7 +14,7 @@
 use std::fmt::Debug;
 
 use serde_json::Value;
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use crate::clip::Norm;
 use crate::error::{Error, Result};
@@ -60,6 +60,15 @@ pub trait GradScaler: Debug + Send {
     /// Returns whether [`GradScaler::device_scaler`] returns one.
     fn decides_on_device(&self) -> bool {
         false
+    }
+
+    /// Returns this scaler, in its state, as one that decides on `device` with the same bits; `None`, the default, if there is none. A
+    /// [`Trainer`](crate::Trainer) takes it where a graph repeats the steps.
+    ///
+    /// # Errors
+    /// A device that does not exist.
+    fn on_device(&self, _device: Device) -> Result<Option<Box<dyn GradScaler>>> {
+        Ok(None)
     }
 
     /// Returns the device interface; `None` for a scaler that decides on the host.

@@ -15,10 +15,11 @@ use kernels::loss_scale::{self, Dynamic, Updated};
 use runtime::ops::TryScalar;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
+use training::scaler::GradScaler;
 
 use super::ScaleRule;
-use super::device_scaler::DeviceRule;
+use super::device_scaler::{DeviceRule, DeviceScaler};
 use crate::error::{Error, Result, foreign_state, option};
 
 /// Options of a dynamic scale, under the names of `torch.amp.GradScaler` and Megatron-LM.
@@ -235,6 +236,10 @@ impl ScaleRule for DynamicRule {
         }
         *self = Self { options, current, skipped, at_min_scale };
         Ok(())
+    }
+
+    fn scaler_on_device(&self, device: Device) -> Result<Option<Box<dyn GradScaler>>> {
+        Ok(Some(Box::new(DeviceScaler::new(*self, device)?)))
     }
 }
 

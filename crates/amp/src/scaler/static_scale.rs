@@ -2,10 +2,11 @@
 
 use runtime::ops::TryScalar;
 use serde_json::{Value, json};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
+use training::scaler::GradScaler;
 
 use super::ScaleRule;
-use super::device_scaler::DeviceRule;
+use super::device_scaler::{DeviceRule, DeviceScaler};
 use crate::error::{Error, Result, foreign_state, option};
 
 /// Overflows in a row after which the run ends with an error.
@@ -74,6 +75,10 @@ impl ScaleRule for StaticRule {
         let skipped = state["skipped"].as_u64().and_then(|skipped| u32::try_from(skipped).ok());
         self.skipped = skipped.ok_or_else(|| refuse("it has no `skipped`"))?;
         Ok(())
+    }
+
+    fn scaler_on_device(&self, device: Device) -> Result<Option<Box<dyn GradScaler>>> {
+        Ok(Some(Box::new(DeviceScaler::new(*self, device)?)))
     }
 }
 

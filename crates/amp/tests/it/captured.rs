@@ -2,15 +2,16 @@
 
 use std::sync::{Arc, Mutex};
 
-use amp::{Autocast, DynamicGradScaler, DynamicScalerConfig};
+use amp::{Autocast, DynamicGradScaler, DynamicScalerConfig, ScaleRule, Scaler};
 use models::module::trainable;
 use models::{DecoderConfig, Llama};
 use runtime::device::graph::OperatorsOnly;
+use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 use training::batches::Synthetic;
 use training::observer::{Observer, StepRecord};
 use training::optimizer::{AdamW, DeviceOptimizer, Group};
-use training::trainer::{Trainer, TrainerConfig};
+use training::trainer::{Overflow, Trainer, TrainerConfig};
 
 use crate::data::DATA;
 
@@ -60,9 +61,9 @@ fn data() -> Synthetic {
 
 #[test]
 fn replays_skip_overflows_and_update_the_scale() {
-    let run = |captured: bool| {
+    let run = |captured: bool, on_device: bool| {
         let _operators = OperatorsOnly::enter();
-        let (mut trainer, steps) = trainer(true);
+        let (mut trainer, steps) = trainer(on_device);
         if captured {
             trainer.record_steps();
         }
@@ -72,21 +73,58 @@ fn replays_skip_overflows_and_update_the_scale() {
         let steps = steps.0.lock().unwrap().clone();
         (steps, weights, trainer.scaler.state(), trainer.replays())
     };
-    let (eager, captured) = (run(false), run(true));
-    assert_eq!(eager.0, captured.0);
-    assert_eq!(eager.1, captured.1);
-    assert_eq!(eager.2, captured.2);
+    // Steps by the host's decisions, by the device's, and repeated ones: of a scaler that was on the device from the start, and of one
+    // that the trainer moves there.
+    let host = run(false, false);
+    let captured = run(true, true);
+    for other in [&run(false, true), &run(true, false), &captured] {
+        assert_eq!(host.0, other.0);
+        assert_eq!(host.1, other.1);
+        assert_eq!(host.2, other.2);
+    }
     assert!(captured.3 >= 30, "{} replays", captured.3);
     let skipped = captured.0.iter().filter(|step| step.3).count();
     assert!((3..40).contains(&skipped), "{skipped} steps were skipped");
 }
 
+/// A rule that the host alone can apply.
+#[derive(Debug)]
+struct OnHost;
+
+impl ScaleRule for OnHost {
+    const NAME: &'static str = "on the host";
+
+    fn scale(&self) -> f32 {
+        2.0
+    }
+
+    fn update(&mut self, _: bool) -> amp::Result<()> {
+        Ok(())
+    }
+
+    fn state(&self) -> Value {
+        Value::Null
+    }
+
+    fn load_state(&mut self, _: &Value) -> amp::Result<()> {
+        Ok(())
+    }
+}
+
 #[test]
-fn a_scaler_that_decides_on_the_host_is_refused() {
-    let (mut trainer, _) = trainer(false);
-    trainer.record_steps();
+fn a_scaler_that_must_decide_on_the_host_is_refused() {
+    let refused = |set: &dyn Fn(&mut Trainer)| {
+        let (mut trainer, _) = trainer(false);
+        set(&mut trainer);
+        trainer.record_steps();
+        trainer.run(&mut data(), None).unwrap_err().to_string()
+    };
     assert_eq!(
-        trainer.run(&mut data(), None).unwrap_err().to_string(),
+        refused(&|trainer| trainer.scaler = Box::new(Scaler::with_rule(OnHost))),
         "captured steps: the loss scaler decides on the host; give one that decides on the device"
+    );
+    assert_eq!(
+        refused(&|trainer| trainer.options.overflow = Overflow::Retry { most: 2 }),
+        "captured steps: the host decides whether a step that overflows is computed again"
     );
 }

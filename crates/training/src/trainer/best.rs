@@ -7,11 +7,12 @@
 use std::time::Instant;
 
 use models::module::LanguageModel;
+use runtime::memory;
 use serde::{Deserialize, Serialize};
 
 use super::Trainer;
 use crate::batches::Batches;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::evaluation::{Evaluation, evaluate_over};
 use crate::optimizer::Optimizer;
 
@@ -50,11 +51,14 @@ impl Trainer {
     pub fn evaluate(&mut self, validation: &mut dyn Batches) -> Result<()> {
         let began = Instant::now();
         let start = validation.state();
-        let evaluation = {
-            let _precision = self.enter_precision();
-            let (ranks, together) = (self.optimizer.ranks(), self.optimizer.passes_communicate());
-            evaluate_over(self.model.as_ref(), validation, self.step, ranks.as_ref(), together)
-        };
+        let mut evaluation = self.evaluated(validation);
+        let is_short = evaluation.as_ref().is_err_and(Error::is_out_of_memory);
+        if is_short && self.captured.drop_graphs() {
+            // Without the memory of captured steps.
+            validation.resume(&start)?;
+            self.devices().into_iter().try_for_each(memory::empty_cache)?;
+            evaluation = self.evaluated(validation);
+        }
         let restored = validation.resume(&start);
         let evaluation = evaluation?;
         restored?;
@@ -66,6 +70,12 @@ impl Trainer {
         // Not part of the next step's time.
         self.last += began.elapsed();
         Ok(())
+    }
+
+    fn evaluated(&self, validation: &mut dyn Batches) -> Result<Evaluation> {
+        let _precision = self.enter_precision();
+        let (ranks, together) = (self.optimizer.ranks(), self.optimizer.passes_communicate());
+        evaluate_over(self.model.as_ref(), validation, self.step, ranks.as_ref(), together)
     }
 
     /// Takes an evaluation into account. That of the untrained model is not a candidate.

@@ -13,14 +13,25 @@
 //! **A graph for each shape** of a step: rows, length, micro-batches, the number of labels rounded up to an eighth of the positions
 //! ([`forward`](crate::accumulation::forward)), and of documents rounded up to [`DOCUMENTS`]. The first step of a shape runs as without
 //! graphs, the second on the graph's stream, so that libraries have their workspaces, and the third is captured. The [`SHAPES`] shapes that
-//! were used last keep their graphs, which share one pool. It holds the activations of the largest step also between steps, so
-//! evaluation needs its memory beside it.
+//! were used last keep their graphs, which share one pool.
 //!
-//! Graphs are dropped when the activation plan changes, when a step fails, when memory is short, and when a weight has got other memory.
+//! **Memory.** What a step allocates while it is captured is in the pool: activations, gradients, temporary tensors. They are freed
+//! within it, so the next shape's graph uses the same blocks, and the pool has the bytes P that the largest captured step has at its
+//! peak above what lives between steps. It keeps them between steps, and gives no block to other tensors:
+//!
+//! - A replay allocates nothing. If all steps have one shape, as packed rows do, the peak is that of a step without a graph.
+//! - The first two steps of another shape, which run without a graph, and evaluations need their own memory beside P.
+//! - Each shape has its static inputs, 16 bytes for each position (tokens and labels), packed 32 (positions and documents).
+//!
+//! Graphs are dropped when the activation plan changes, when a step fails, when a checkpoint is loaded, and when a weight has got other
+//! memory. Where an allocation is refused while there are graphs, they are dropped before the activation plan is changed: the step is
+//! repeated without their pool, and from then on only the last shape keeps its graph. So captured steps need no more memory than others,
+//! but use what is left.
 //! After a replay the versions of weights and state are incremented, so that nothing that was computed from them is taken for current.
 //!
-//! Not captured, with the reason in a note: see [`Trainer::capture_refusal`]. A step in which the host reads a value fails to be captured; the
-//! training goes on without graphs, with a note.
+//! Not captured, with the reason in a note: see [`Trainer::capture_refusal`]. A step that cannot be captured, because the host reads a
+//! value or memory is short, is computed without a graph, as all later ones, with a note. A loss scaler that decides on the host is exchanged
+//! for the same one on the device ([`GradScaler::on_device`](crate::scaler::GradScaler::on_device)).
 //!
 //! [`Trainer::record_steps`] runs the same code on a CPU with a recorder in the place of the graph.
 
@@ -28,11 +39,12 @@ use std::collections::VecDeque;
 
 use dataloading::{Batch, Counts, Packing};
 use runtime::device::graph::{self, Graph};
+use runtime::memory;
 use runtime::ops::TryScalar;
 use runtime::random::{RandomState, StepSeeds};
 use tch::{Device, Kind, Tensor};
 
-use super::{Capture, DoneStep, StepOutcome, Trainer};
+use super::{Capture, DoneStep, Overflow, StepOutcome, Trainer};
 use crate::accumulation::{MicroBatches, labelled_bound};
 use crate::error::{Error, Result};
 use crate::observer::Timings;
@@ -48,6 +60,8 @@ pub(super) struct CapturedSteps {
     state: State,
     /// By their last use, the latest at the end.
     shapes: VecDeque<Shape>,
+    /// Whether only the shape that was used last keeps its graph, for want of memory.
+    one_shape: bool,
     replays: u64,
 }
 
@@ -112,9 +126,19 @@ impl CapturedSteps {
         matches!(self.state, State::On | State::Recorder)
     }
 
-    /// Drops the graphs and their memory; later steps are captured anew.
-    pub(super) fn drop_graphs(&mut self) {
+    /// Drops the graphs and their memory; later steps are captured anew. Returns whether there were any.
+    pub(super) fn drop_graphs(&mut self) -> bool {
+        let held = |shape: &Shape| shape.captured.as_ref().is_some_and(|captured| captured.graph.is_some());
+        let any = self.shapes.iter().any(held);
         self.shapes.clear();
+        any
+    }
+
+    /// Drops the graphs for want of memory. From now on, one shape keeps its graph. Returns false if there was none.
+    pub(super) fn release_memory(&mut self) -> bool {
+        let released = self.drop_graphs();
+        self.one_shape |= released;
+        released
     }
 
     /// Returns the steps of a shape, as the last ones; whether it is the first step of this shape.
@@ -123,7 +147,8 @@ impl CapturedSteps {
         let known = at.and_then(|at| self.shapes.remove(at));
         let is_new = known.is_none();
         self.shapes.push_back(known.unwrap_or(Shape { signature, captured: None }));
-        if self.shapes.len() > SHAPES {
+        let most = if self.one_shape { 1 } else { SHAPES };
+        while self.shapes.len() > most {
             self.shapes.pop_front();
         }
         (self.shapes.len() - 1, is_new)
@@ -147,9 +172,15 @@ impl Trainer {
             return Some("ranks communicate during a step".to_owned());
         }
         if self.scaler.is_enabled() && !self.scaler.decides_on_device() {
-            return Some(
-                "the loss scaler decides on the host; give one that decides on the device".to_owned(),
-            );
+            if self.options.overflow != Overflow::Skip {
+                return Some("the host decides whether a step that overflows is computed again".to_owned());
+            }
+            let device = devices.first().copied().unwrap_or(Device::Cpu);
+            if !matches!(self.scaler.on_device(device), Ok(Some(_))) {
+                return Some(
+                    "the loss scaler decides on the host; give one that decides on the device".to_owned(),
+                );
+            }
         }
         self.not_captured.clone().or_else(|| self.optimizer.refuses_capture())
     }
@@ -183,6 +214,12 @@ impl Trainer {
                 self.captured.drop_graphs();
             }
         }
+        if self.captured.is_on() && self.scaler.is_enabled() && !self.scaler.decides_on_device() {
+            let device = devices.first().copied().unwrap_or(Device::Cpu);
+            if let Some(scaler) = self.scaler.on_device(device)? {
+                self.scaler = scaler;
+            }
+        }
         match refusal.filter(|_| devices.iter().any(|device| device.is_cuda())) {
             Some(reason) => self.note(&format!("steps are not captured: {reason}\n")),
             None => Ok(()),
@@ -206,15 +243,23 @@ impl Trainer {
             return Err(Error::config("captured steps", "a shape is missing"));
         };
         let captured = match shape.captured.take() {
-            Some(captured) if captured.weights == self.weight_addresses() => captured,
+            Some(captured) if captured.weights == self.weight_addresses() => Ok(captured),
             // The first of them, or weights have got other memory.
-            _ => CapturedShape::new(micro, device, self)?,
+            _ => CapturedShape::new(micro, device, self),
         };
+        // What cannot be put back from the device after a failed capture. Reading it waits, which a replay does not.
+        let is_replay = captured.as_ref().is_ok_and(|captured| captured.graph.is_some());
+        let scaler = (!is_replay).then(|| self.scaler.state());
         // While it runs, the shape is not in the list: a failure drops its graph.
-        let (done, captured) = match self.run_captured(captured, micro, seed, timings) {
+        let done = captured.and_then(|captured| self.run_captured(captured, micro, seed, timings));
+        let (done, captured) = match done {
             Ok(done) => done,
             Err(error) => {
-                return self.step_after_failed_capture(error, micro, (device, seed), random, timings);
+                self.abandon_capture(error, device, random)?;
+                if let Some(scaler) = scaler {
+                    self.scaler.load_state(&scaler)?;
+                }
+                return self.compute_seeded(micro, (device, seed), timings);
             }
         };
         shape.captured = Some(captured);
@@ -253,37 +298,48 @@ impl Trainer {
         let Some(figures) = &shape.figures else {
             return Err(Error::config("captured steps", "a step left no figures"));
         };
-        // The next step overwrites them.
-        let sums = figures.f_narrow_copy(0, 0, figures.numel() as i64)?;
+        // The next step overwrites them. The weights are updated by now.
+        let sums = figures.f_narrow_copy(0, 0, figures.numel() as i64);
+        let sums = sums.map_err(|error| self.interrupt(self.step + 1, error.into()))?;
         let done = DoneStep { sums, parts: shape.parts, gradient_norm: None, skipped: false };
         Ok((done, shape))
     }
 
-    /// Runs a step without a graph after its capture failed, and all later ones.
-    fn step_after_failed_capture(
-        &mut self,
-        error: Error,
-        micro: &MicroBatches,
-        (device, seed): (Device, u64),
-        random: &RandomState,
-        timings: &mut Timings,
-    ) -> Result<StepOutcome> {
-        self.captured.drop_graphs();
-        if self.captured.state == State::Recorder || error.is_out_of_memory() {
+    /// Prepares the repetition of a step without a graph after its capture failed. Later steps have none either, but for want of memory
+    /// that graphs of other shapes took. Returns the error of a recorder, and of a step that cannot be put back.
+    fn abandon_capture(&mut self, error: Error, device: Device, random: &RandomState) -> Result<()> {
+        if self.interrupted.is_some() {
+            return Err(error);
+        }
+        let is_short = error.is_out_of_memory();
+        let released = if is_short { self.captured.release_memory() } else { self.captured.drop_graphs() };
+        if self.captured.state == State::Recorder && !is_short {
             return Err(error);
         }
         if !self.optimizer.abandon(self.options.zero_grad)? {
             return Err(self.interrupt(self.step + 1, error));
         }
         random.restore()?;
+        memory::empty_cache(device)?;
+        let step = self.step + 1;
+        if is_short && released {
+            return self.note(&memory_note(step));
+        }
         self.captured.state = State::Off;
-        self.note(&format!("steps are not captured from step {} on: {error}\n", self.step + 1))?;
-        self.compute_seeded(micro, (device, seed), timings)
+        self.note(&format!("steps are not captured from step {step} on: {error}\n"))
     }
 
     fn weight_addresses(&self) -> Vec<usize> {
         self.optimizer.own_weights().iter().map(|weight| weight.data_ptr() as usize).collect()
     }
+}
+
+/// The note about a step that is repeated without the memory of graphs.
+pub(super) fn memory_note(step: u64) -> String {
+    format!(
+        "step {step}: an allocation was refused; the step is repeated without the memory of captured steps, and from now on only the last \
+         shape of steps is captured (the result keeps its bits)\n"
+    )
 }
 
 impl CapturedShape {

@@ -17,6 +17,7 @@ use runtime::random::RandomState;
 use tch::Device;
 
 use super::Trainer;
+use super::captured::memory_note;
 use crate::activations::{Activations, LayerPlan};
 use crate::error::{Error, Result};
 
@@ -108,30 +109,37 @@ impl Trainer {
         Ok(())
     }
 
-    /// Prepares the repetition of a step that ran out of memory, with the generators at `random`; returns `error` if it is another one,
-    /// or no plan is left.
+    /// Prepares the repetition of a step that ran out of memory, with the generators at `random`: without the memory of graphs, if there
+    /// are any, else by a cheaper plan. Returns `error` if it is another one, or no plan is left.
     pub(super) fn repeat_with_less(
         &mut self,
         error: Error,
         device: Device,
         random: &RandomState,
     ) -> Result<()> {
-        let Some(plans) = &mut self.cheaper_plans else { return Err(error) };
-        if self.optimizer.ranks().is_some() || !error.is_out_of_memory() {
+        let is_interrupted = self.interrupted.is_some();
+        if is_interrupted || self.optimizer.ranks().is_some() || !error.is_out_of_memory() {
             return Err(error);
         }
-        // Whatever was predicted, the current plan needs more than there is.
-        let most = plans.peak_bytes.map_or(u64::MAX, |peak| peak.saturating_sub(1));
-        let Some(name) = plans.change(most)? else { return Err(error) };
-        self.captured.drop_graphs();
+        // Graphs keep the memory of other steps, which this one may need.
+        let note = if self.captured.release_memory() {
+            memory_note(self.step + 1)
+        } else {
+            let Some(plans) = &mut self.cheaper_plans else { return Err(error) };
+            // Whatever was predicted, the current plan needs more than there is.
+            let most = plans.peak_bytes.map_or(u64::MAX, |peak| peak.saturating_sub(1));
+            let Some(name) = plans.change(most)? else { return Err(error) };
+            self.captured.drop_graphs();
+            let step = self.step + 1;
+            format!(
+                "step {step}: an allocation was refused; the step is repeated, and from now on: {name} (the result keeps its bits)\n"
+            )
+        };
         if !self.optimizer.abandon(self.options.zero_grad)? {
             return Err(self.interrupt(self.step + 1, error));
         }
         memory::empty_cache(device)?;
         random.restore()?;
-        let step = self.step + 1;
-        self.note(&format!(
-            "step {step}: an allocation was refused; the step is repeated, and from now on: {name} (the result keeps its bits)\n"
-        ))
+        self.note(&note)
     }
 }

@@ -225,6 +225,8 @@ impl Trainer {
         let pairs = matched(kept(self.model.as_ref(), self.options.frozen), &checkpoint.model, &name)?;
         let (scaler, data) = (self.scaler.state(), train.state());
         let random = RandomState::capture_on(&devices)?;
+        // The state gets other memory.
+        self.captured.drop_graphs();
         let mut load = || -> Result<Vec<Device>> {
             self.scaler.load_state(&checkpoint.state["scaler"])?;
             train.resume(&checkpoint.state["data"])?;

@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 
 use dataloading::{Batch, Counts, IGNORE_INDEX, Packing};
-use models::module::trainable;
+use models::module::{LanguageModel, trainable};
 use models::{DecoderConfig, Gpt2, Gpt2Config, Llama};
 use runtime::device::graph::OperatorsOnly;
 use serde_json::{Value, json};
@@ -13,9 +13,9 @@ use training::batches::{Batches, Synthetic};
 use training::checkpoint::Checkpoints;
 use training::evaluation::Evaluation;
 use training::observer::{Observer, StepRecord};
-use training::optimizer::{AdamW, Group, Sgd, ZeroGrad};
+use training::optimizer::{AdamW, Group, Optimizer, Sgd, ZeroGrad};
 use training::schedule::{LrSchedule, Shape};
-use training::trainer::{Capture, CheaperPlan, CheaperPlans, TrainerConfig};
+use training::trainer::{Best, BestWeights, Capture, CheaperPlan, CheaperPlans, TrainerConfig};
 use training::{DeviceOptimizer, Result, Trainer};
 
 const VOCABULARY: i64 = 32;
@@ -107,6 +107,19 @@ impl Batches for Packed {
     }
 }
 
+/// Copies of the weights of each best evaluation.
+#[derive(Clone, Default)]
+struct Kept(Arc<Mutex<Vec<(u64, Vec<Tensor>)>>>);
+
+impl BestWeights for Kept {
+    fn keep(&mut self, model: &dyn LanguageModel, optimizer: &dyn Optimizer, best: &Best) -> Result<()> {
+        let weights =
+            trainable(model).into_iter().map(|(_, tensor)| Ok(optimizer.whole_weight(tensor)?.copy()));
+        self.0.lock().unwrap().push((best.step, weights.collect::<Result<_>>()?));
+        Ok(())
+    }
+}
+
 #[derive(Clone)]
 struct Case {
     kind: Kind,
@@ -162,6 +175,7 @@ struct Outcome {
     log: Vec<String>,
     weights: Vec<Tensor>,
     state: Vec<(String, Tensor)>,
+    best: Vec<(u64, Vec<Tensor>)>,
     replays: u64,
 }
 
@@ -219,6 +233,7 @@ fn outcome(trainer: &Trainer, log: &Log) -> Outcome {
         log: log.0.lock().unwrap().clone(),
         weights: copies.collect(),
         state: trainer.optimizer.state().unwrap(),
+        best: Vec::new(),
         replays: trainer.replays(),
     }
 }
@@ -250,8 +265,10 @@ fn run(case: &Case, captured: bool) -> Outcome {
         assert!(resumed > 0 && resumed <= step);
         *log.0.lock().unwrap() = before;
     }
+    let best = Kept::default();
+    trainer.best = Some(Box::new(best.clone()));
     trainer.run(train.as_mut(), Some(&mut validation)).unwrap();
-    outcome(&trainer, &log)
+    Outcome { best: best.0.lock().unwrap().drain(..).collect(), ..outcome(&trainer, &log) }
 }
 
 fn check(name: &str, case: &Case, fewest_replays: u64) {
@@ -262,6 +279,9 @@ fn check(name: &str, case: &Case, fewest_replays: u64) {
     for ((a, x), (b, y)) in eager.state.iter().zip(&captured.state) {
         assert_eq!((a, x), (b, y), "{name}");
     }
+    assert_eq!(eager.best, captured.best, "{name}");
+    let none_is_expected = case.options.evaluate_every.is_none() || case.resume.is_some();
+    assert!(none_is_expected || !eager.best.is_empty(), "{name}");
     assert_eq!(eager.replays, 0);
     assert!(captured.replays >= fewest_replays, "{name}: {} replays", captured.replays);
 }
@@ -275,6 +295,28 @@ fn a_schedule_with_clipping_evaluations_checkpoints_and_a_resume() {
     check("resumed", &Case { resume: Some(33), ..case.clone() }, 20);
     let sum = TrainerConfig { clip: None, zero_grad: ZeroGrad::ToZeros, ..case.options.clone() };
     check("without clipping", &Case { options: sum, ..case }, 30);
+}
+
+/// The optimizer's state gets other memory, which the graphs of before must not use.
+#[test]
+fn a_resume_in_the_middle_drops_the_graphs() {
+    let run = |captured: bool| {
+        let _operators = OperatorsOnly::enter();
+        let folder = tempfile::tempdir().unwrap();
+        let options = TrainerConfig { checkpoint_every: Some(10), ..Case::default().options };
+        let case = Case { options, ..Case::default() };
+        let (mut trainer, log) = trainer(&case, captured);
+        trainer.checkpoints = Some(Checkpoints::open(folder.path(), 2).unwrap());
+        let mut train = data(&case);
+        trainer.advance(15, train.as_mut(), None).unwrap();
+        assert_eq!(trainer.resume(train.as_mut()).unwrap(), Some(10));
+        trainer.advance(25, train.as_mut(), None).unwrap();
+        outcome(&trainer, &log)
+    };
+    let (eager, captured) = (run(false), run(true));
+    assert_eq!(eager.log, captured.log);
+    assert_eq!(eager.weights, captured.weights);
+    assert!(captured.replays >= 20, "{}", captured.replays);
 }
 
 #[test]

@@ -3,6 +3,7 @@
 mod activations;
 mod captured;
 mod captured_cuda;
+mod captured_memory;
 mod checkpoints;
 mod diagnose;
 mod diagnose_cuda;
