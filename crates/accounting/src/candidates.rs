@@ -38,6 +38,7 @@
 //! ```
 
 mod activations;
+mod captured;
 mod evaluate;
 mod name;
 mod search;
@@ -49,6 +50,7 @@ use crate::lora::LowRank;
 use crate::offload::sizes::Choices;
 use crate::offload::{Footprint, OptimizerPlace, Rates};
 
+pub use captured::CapturedMemory;
 pub use search::{Allowed, Layers, OffloadedLayers, SearchResult};
 
 #[cfg(doc)]

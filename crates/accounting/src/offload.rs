@@ -59,6 +59,7 @@ mod step_costs;
 mod timeline;
 
 pub use condition::{Condition, Direction, GEN3, GEN4, GEN5, GPUS, Gpu, gpu, least_tokens};
+pub(crate) use footprint::BETWEEN_STEPS;
 pub use footprint::{Footprint, Moment};
 pub use plan::{AvailableMemory, MOST_PLANNED_SLOTS, OffloadPlan, interleaved, plan};
 pub use setup::{Method, OptimizerPlace, Setup, Start};

@@ -10,10 +10,11 @@ use frugal::models::hub::Hub;
 use frugal::planning::KnownRates;
 use report::Environment;
 use report::unit::human;
+use runtime::device::graph::CapturedStep;
 use runtime::device::{self, memory_info};
 use runtime::wait_policy::WaitPolicy;
 use serde_json::{Value, json};
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 
 use super::output::print_fields;
 use crate::common_flags::Common;
@@ -61,6 +62,8 @@ pub(crate) fn run(common: &Common, arguments: &Doctor) -> anyhow::Result<()> {
             format!("{} free of {}", human(memory.free as f64, "B"), human(memory.total as f64, "B")),
             json!({ "free": memory.free, "total": memory.total }),
         );
+        let captured = captured(device);
+        show(&format!("captured steps on {flag}"), captured.clone(), json!(captured));
         let known = match (arguments.measure, arguments.fast) {
             (true, _) => Some(KnownRates::measure(device, Kind::Float)?),
             (false, true) => KnownRates::kept(device, Kind::Float),
@@ -100,6 +103,27 @@ fn threads_text(threads: i32, processors: usize) -> String {
     match std::env::var("OMP_NUM_THREADS") {
         Ok(asked) => format!("{threads} (OMP_NUM_THREADS={asked}; {processors} processors)"),
         Err(_) => format!("{threads} ({processors} processors)"),
+    }
+}
+
+/// Whether a graph can repeat steps on a device: one of an addition is captured and repeated.
+fn captured(device: Device) -> String {
+    if !device.is_cuda() {
+        return "no: on a CPU a launch is a call".to_owned();
+    }
+    let try_one = || -> runtime::Result<()> {
+        let mut sum = Tensor::f_zeros([1], (Kind::Float, device))?;
+        let one = sum.f_ones_like()?;
+        let mut step = CapturedStep::capture(device, move || Ok(sum.f_add_(&one).map(drop)?))?;
+        step.replay()?;
+        step.synchronize()
+    };
+    match try_one() {
+        Ok(()) => {
+            "yes, but for trainings with `--offload`, over ranks, or by a rule other than Adam and AdamW"
+                .to_owned()
+        }
+        Err(error) => format!("no: {error}"),
     }
 }
 

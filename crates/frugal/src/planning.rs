@@ -2,9 +2,11 @@
 //!
 //! [`accounting`] predicts steps from sizes and rates. [`KnownRates`] has the rates, which are measured once; [`Job`](accounting::candidates::Job)s
 //! come from a configuration by [`job`], and [`allowed`] says which ways to run a step the configuration leaves open.
+//! [`capture_refusal`] says whether a graph repeats the steps, and [`captured_memory`] what graphs keep.
 //! [`Budget`] has the arithmetic of what tensors may take beside the program itself, and [`PeakUsage`] what was held in the end.
 
 mod budget;
+pub(crate) mod captured;
 mod data_shape;
 mod job;
 mod known_rates;
@@ -13,6 +15,7 @@ mod peak_usage;
 mod rates;
 
 pub use budget::{Budget, FREE_SHARE, LEAST_RESERVE, RESERVE, default_budget, enforce};
+pub use captured::{capture_refusal, captured_memory, captured_text};
 pub use data_shape::DataShape;
 pub use job::{NotPredicted, allowed, job, loss_chunk, low_rank, with_choice};
 pub use known_rates::KnownRates;

@@ -87,6 +87,10 @@ impl std::fmt::Display for Moment {
 
 const RING: &str = "ring";
 
+/// The parts of a footprint that live between steps.
+pub(crate) const BETWEEN_STEPS: [&str; 5] =
+    ["fixed weights", "optimizer state", "resident layers", RING, "constant"];
+
 /// Returns the number of layers on the device at once, besides the resident ones: that of the ring's slots, or of streamed
 /// layers if fewer.
 fn slots(costs: &StepCosts, setup: &Setup) -> usize {

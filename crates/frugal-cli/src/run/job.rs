@@ -151,6 +151,9 @@ impl<'a> Job<'a> {
             // It is the result.
             let common = Common { quiet: false, ..common.clone() };
             plan.print(&common);
+            if !common.json && common.is_first() {
+                plan.note_capture(&common, &config);
+            }
             if common.ranks.is_some() && common.is_first() {
                 common.note("the memory of a training over several ranks is not predicted here: `frugal plan --ranks N` compares its ways");
             }

@@ -174,6 +174,21 @@ impl RunPlan {
         }
     }
 
+    /// Says whether steps are captured, and what that takes.
+    pub(crate) fn note_capture(&self, common: &Common, config: &Config) {
+        let applied = self.applied(config);
+        if let Some(reason) = planning::capture_refusal(&applied, common.ranks.is_some(), self.device) {
+            return common.note(&format!("steps are not captured: {reason}"));
+        }
+        let prediction = self.prediction.as_ref().ok().zip(self.chosen());
+        let memory = prediction.and_then(|(prediction, chosen)| {
+            planning::captured_memory(&prediction.job, chosen).ok().flatten()
+        });
+        let text =
+            memory.map_or_else(String::new, |memory| format!(": {}", planning::captured_text(&memory)));
+        common.note(&format!("steps are captured{text}"));
+    }
+
     /// The configuration with the decision on master weights.
     fn decided(&self, config: &Config) -> Config {
         let mut config = config.clone();

@@ -283,6 +283,7 @@ fn plans_that_save_nothing_are_left_out(session: &Session) {
     for model in ["qwen2.5-0.5b", "qwen2.5-7b"] {
         let text = plan(session, &["--model", model, "--hardware", "h100"]);
         assert!(text.contains("▸ keep all") && !text.contains(" resident, "), "{text}");
+        assert!(text.contains("captured steps ") && text.contains("graphs keep a pool of "), "{text}");
     }
 }
 

@@ -19,6 +19,8 @@ fn a_training_tells_its_plan() {
     assert!(said.contains("  recompute all"), "{said}");
     assert!(said.contains("the peak is in the ") && said.contains(", batch "), "{said}");
     assert!(said.contains("less memory, "), "{said}");
+    let (_, said) = tiny.succeed(&format!("{TRAIN} --out default --capture off --dry-run"));
+    assert!(said.contains("steps are not captured: capture is off"), "{said}");
     let (_, said) = tiny.succeed(&format!("{TRAIN} --out default"));
     assert!(said.contains(" (80 % of the free memory); "), "{said}");
     // What is named restricts the search.
@@ -31,6 +33,7 @@ fn a_training_tells_its_plan() {
     for method in ["--method dora", "--init pissa", "--dora --lora-dropout 0.1"] {
         let (_, said) = tiny.succeed(&format!("{TRAIN} --out known {method} --dry-run"));
         assert!(said.contains("▸ keep all"), "{method}: {said}");
+        assert!(said.contains("steps are not captured: on a CPU a launch is a call"), "{method}: {said}");
     }
 
     // A budget below what the program takes names the least, too, and that suffices.

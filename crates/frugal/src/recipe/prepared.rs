@@ -19,9 +19,10 @@ use training::scaler::GradScaler;
 use training::schedule::LrSchedule;
 use training::trainer::{Capture, FailedCheckpoint, Frozen, TrainerConfig};
 
-use crate::config::{ActivationPlan, Bytes, CaptureMode, Config, OptimizerPlace, Recomputed};
+use crate::config::{ActivationPlan, Bytes, CaptureMode, Config, OptimizerPlace};
 use crate::error::{Error, Result};
 use crate::planning::Budget;
+use crate::planning::captured::{OFFLOADED_LAYERS, offload_refusal};
 use crate::recipe::Recipe;
 
 /// Handles on the techniques within a model, for saving adapters, changing plans, and reading counters.
@@ -207,11 +208,8 @@ impl Prepared {
         trainer.schedule = schedule;
         trainer.precision = precision;
         trainer.scaler = scaler;
-        if handles.offload.is_some() {
-            trainer.not_captured = Some("layers are offloaded, so their addresses change".to_owned());
-        } else if config.activations.recompute == Recomputed::Offload {
-            trainer.not_captured = Some("activations are offloaded by a worker of the host".to_owned());
-        }
+        let offloads = handles.offload.is_some().then_some(OFFLOADED_LAYERS);
+        trainer.not_captured = offloads.or(offload_refusal(&config)).map(str::to_owned);
         Ok((trainer, handles))
     }
 }

@@ -2,11 +2,12 @@
 //! is refused with the reason.
 
 use std::fmt::Write;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Barrier, Mutex};
 
 use expect_test::expect;
 use frugal::config::Dtype;
 use frugal::models::module;
+use frugal::planning::capture_refusal;
 use frugal::runtime::device::graph::OperatorsOnly;
 use frugal::training::masked_rows::{Layout, MaskedBatches};
 use frugal::training::observer::{Observer, StepRecord};
@@ -36,6 +37,11 @@ struct Outcome {
 }
 
 fn run(config: &Config, captured: bool) -> Result<Outcome, String> {
+    trained(config, captured, || {})
+}
+
+/// Calls `ready` between the preparation and the first step.
+fn trained(config: &Config, captured: bool, ready: impl FnOnce()) -> Result<Outcome, String> {
     let _operators = OperatorsOnly::enter();
     let text = |error: &dyn std::error::Error| error.to_string();
     frugal::runtime::random::seed(1).unwrap();
@@ -54,6 +60,7 @@ fn run(config: &Config, captured: bool) -> Result<Outcome, String> {
     if captured {
         trainer.record_steps();
     }
+    ready();
     trainer.run(&mut data, None).map_err(|error| text(&error))?;
     let weights = module::tensors(trainer.model.as_ref());
     let weights = weights.iter().map(|named| named.tensor.detach().nan_to_num(1e9, None, None)).collect();
@@ -63,10 +70,18 @@ fn run(config: &Config, captured: bool) -> Result<Outcome, String> {
 
 /// Returns a line about a training with and without a recorder.
 fn compared(config: &Config) -> String {
+    // What is said before there is a model is what the trainer says.
+    let expected = capture_refusal(config, false, Device::Cuda(0));
     let recorded = match run(config, true) {
         Ok(recorded) => recorded,
-        Err(error) => return format!("refused: {error}"),
+        Err(error) => {
+            if let Some(reason) = error.strip_prefix("captured steps: ") {
+                assert_eq!(expected.as_deref(), Some(reason));
+            }
+            return format!("refused: {error}");
+        }
     };
+    assert_eq!(expected, None);
     let own = run(config, false).unwrap();
     let same = own.figures == recorded.figures && own.weights == recorded.weights;
     format!(
@@ -130,7 +145,7 @@ fn every_technique_has_its_bits_in_repeated_steps_or_is_refused() {
         offload to files: refused: `offload.tier = "file"` with full fine-tuning and `optimizer.place = "device"` cannot be combined: the optimizer's state of trained layers in files is in files, too; use `optimizer.place = "host"`, train an adapter, or use `offload.tier = "host"`
         layers and optimizer in files: refused: captured steps: layers are offloaded, so their addresses change
         bf16: 5 of 8 steps repeated, the same bits
-        fp16: refused: captured steps: the loss scaler decides on the host; give one that decides on the device
+        fp16: 5 of 8 steps repeated, the same bits
         fp8: 5 of 8 steps repeated, the same bits
         optimizer on the host: refused: `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`
         accumulation: 1 of 8 steps repeated, the same bits
@@ -143,4 +158,41 @@ fn every_technique_has_its_bits_in_repeated_steps_or_is_refused() {
         LoRA with dropout, fused loss, bf16, packing: 5 of 8 steps repeated, the same bits
         LoRA over NF4 with dropout: 5 of 8 steps repeated, the same bits
     "#]].assert_eq(&lines);
+}
+
+/// Dropout draws the seeds of its own training's step, on whichever thread that runs.
+#[test]
+fn two_trainings_on_two_threads_have_the_bits_of_each_alone() {
+    let mut config = base();
+    let lora = TECHNIQUES.iter().find(|technique| technique.name == "LoRA").unwrap();
+    (lora.set)(&mut config, Family::Llama);
+    config.adapter.as_mut().unwrap().lora_dropout = 0.3;
+    let config = &config;
+    // Steps draw nothing from the generator that all threads share, whose state is a part of their seeds.
+    let seeded = || frugal::runtime::random::seed(9).unwrap();
+    let alone = [true, false].map(|captured| trained(config, captured, seeded).unwrap());
+    let (preparing, both) = (&Mutex::new(()), &Barrier::new(2));
+    let together = std::thread::scope(|scope| {
+        let threads = [true, false].map(|captured| {
+            scope.spawn(move || {
+                let turn = preparing.lock().unwrap();
+                let outcome = trained(config, captured, || {
+                    drop(turn);
+                    both.wait();
+                    if captured {
+                        seeded();
+                    }
+                    both.wait();
+                });
+                outcome.unwrap()
+            })
+        });
+        threads.map(|thread| thread.join().unwrap())
+    });
+    for (alone, together) in alone.iter().zip(&together) {
+        assert_eq!(alone.figures, together.figures);
+        assert_eq!(alone.weights, together.weights);
+        assert_eq!(alone.replays, together.replays);
+    }
+    assert_eq!(alone[0].figures, alone[1].figures);
 }

@@ -133,6 +133,12 @@ impl Printed<'_> {
         if shown.host_bytes > 0 {
             lines.push(("in host memory".into(), bytes_text(shown.host_bytes)));
         }
+        let Conditions { planned, .. } = self.conditions;
+        if planning::capture_refusal(&planned.config, false, planned.device).is_none()
+            && let Some(memory) = planning::captured_memory(&self.ways.job, shown)?
+        {
+            lines.push(("captured steps".into(), planning::captured_text(&memory)));
+        }
         lines.extend(self.hiding()?.into_iter().map(|(pass, tokens)| {
             (format!("tokens that hide loads, {}", pass.name()), grouped(tokens.into()))
         }));
