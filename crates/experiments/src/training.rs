@@ -13,6 +13,7 @@ mod profiling;
 pub mod setup;
 mod sizes;
 mod stages;
+pub(crate) mod stepped;
 mod trace_spans;
 mod whole_training;
 

@@ -1,5 +1,7 @@
 //! `lora step`: a training step on a real model's shape, of adapters or of all weights, measured and predicted.
 
+mod captured;
+
 use accounting::candidates::{Batch, Job, Placement};
 use accounting::decoder_flops::Workload;
 use accounting::lora::LowRank;
@@ -13,15 +15,17 @@ use kernels::nf4::Scales;
 use kernels::physical;
 use lora::LoraConfig;
 use models::module::{Context as Pass, IGNORE_INDEX, Input, LanguageModel, trainable};
+use report::measurements::IMPLEMENTATION_KEY;
 use report::{Case, Metric};
 use runtime::device::{reset_resident_peak, resident_memory};
-use runtime::measure::{Measurement, MeasurementPlan, Work, run as measure};
+use runtime::measure::{MeasurementPlan, Work, run as measure};
 use runtime::profile::Counter;
 use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 use training::activations::{Activations, LayerPlan};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, ZeroGrad};
 
+use self::captured::Captured;
 use crate::driver::Bench;
 use crate::dtype;
 use crate::gpu_busy;
@@ -43,6 +47,23 @@ enum Trained {
     Adapters,
     /// All weights, which must be fp32 or bf16
     All,
+}
+
+impl Method {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Keep => "keep",
+            Self::Recompute => "recompute",
+        }
+    }
+
+    /// The plan of each layer.
+    fn plan(self) -> LayerPlan {
+        match self {
+            Self::Keep => LayerPlan::KeepAll,
+            Self::Recompute => LayerPlan::RecomputeAll,
+        }
+    }
 }
 
 impl Trained {
@@ -84,6 +105,9 @@ pub(crate) struct Step {
     /// Measured steps
     #[arg(long, default_value_t = 2)]
     repeats: usize,
+    /// Measure in turns with it the step that a CUDA graph repeats, as trainings do; on a CPU the recorder repeats it, whose time says nothing
+    #[arg(long)]
+    capture: bool,
 }
 
 pub(crate) fn run(bench: &mut Bench, arguments: &Step) -> anyhow::Result<()> {
@@ -119,26 +143,32 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Step) -> anyhow::Result<()> {
         let mut limit = None;
         let mut prepared = Prepared::new(&shape, arguments, train, bench.seed, (kind, device))?;
         for &method in &arguments.methods {
-            bench.message(&format!("{} in {}, {}", shape.name(), dtype::name(kind), name(method)));
+            bench.message(&format!("{} in {}, {}", shape.name(), dtype::name(kind), method.name()));
             let flops = prepared.warm_up(method)?;
+            // Both exist while they are measured in turns.
+            let mut captured = None;
+            if arguments.capture {
+                let before = runtime::memory::live_bytes(device)?;
+                let other = Prepared::new(&shape, arguments, train, bench.seed, (kind, device))?;
+                captured = Some(Captured::new(other, method, before)?);
+            }
+            let held = captured.as_ref().map_or(0, Captured::live);
             let predicted =
                 predict(&shape, (method, train), arguments, prepared.labelled, (kind, device))? as f64;
-            let mut case = Case::new()
-                .with("shape", shape.name())
-                .with("method", name(method))
-                .with("dtype", dtype::name(kind))
-                .with("batch", arguments.batch)
-                .with("sequence", arguments.sequence);
-            if arguments.train.len() > 1 {
-                case = case.with("trained", train.name());
-            }
+            let implementations =
+                if arguments.capture { captured::implementations(device) } else { [None, None] };
+            let [captured_case, case] = implementations
+                .map(|implementation| case(&shape, arguments, (train, kind, method), implementation));
             bench.rounds(|bench| {
                 // Measured in this program's turn, when no other computes.
                 let limit = match limit {
                     Some(limit) => limit,
                     None => *limit.insert(limit_of(kind)?),
                 };
-                let mut figures = prepared.measure(arguments, limit, flops)?;
+                if let Some(captured) = &mut captured {
+                    bench.put(&captured_case, captured.measure(arguments, limit, flops)?)?;
+                }
+                let mut figures = prepared.measure(arguments, (limit, flops), held)?;
                 let peak = figures.iter().find(|figure| figure.name == "peak_bytes");
                 let peak = peak.and_then(|peak| peak.value);
                 figures.push(Metric::exact("predicted_peak_bytes", "B", predicted));
@@ -150,10 +180,33 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Step) -> anyhow::Result<()> {
                 bench.put(&case, figures)
             })?;
             bench.put(&case, vec![gpu_busy::measure(device, || prepared.step())?])?;
+            if let Some(captured) = &mut captured {
+                bench.put(&captured_case, vec![gpu_busy::measure(device, || captured.step().map(drop))?])?;
+            }
             bench.step();
         }
     }
     Ok(())
+}
+
+/// The case of a step of the implementation, where records name one.
+fn case(
+    shape: &Shape,
+    arguments: &Step,
+    (train, kind, method): (Trained, Kind, Method),
+    implementation: Option<&'static str>,
+) -> Case {
+    let case = match implementation {
+        Some(name) => Case::new().with(IMPLEMENTATION_KEY, name),
+        None => Case::new(),
+    };
+    let case = case
+        .with("shape", shape.name())
+        .with("method", method.name())
+        .with("dtype", dtype::name(kind))
+        .with("batch", arguments.batch)
+        .with("sequence", arguments.sequence);
+    if arguments.train.len() > 1 { case.with("trained", train.name()) } else { case }
 }
 
 /// Tokens whose logits exist at a time: 128 MiB of them in fp32.
@@ -171,10 +224,6 @@ fn predict(
 ) -> anyhow::Result<u64> {
     let on_cpu = device == Device::Cpu;
     let size = |n: i64| u64::try_from(n).context("a size below 0");
-    let kept = match method {
-        Method::Keep => LayerPlan::KeepAll,
-        Method::Recompute => LayerPlan::RecomputeAll,
-    };
     let choices = Choices {
         recipe: frugal::planning::recipe(kind),
         norm: NormKernel::Output,
@@ -192,15 +241,8 @@ fn predict(
     let layers = size(shape.config()?.num_hidden_layers)?;
     let rates = frugal::planning::MachineRates::NOMINAL.transfers;
     let job = Job { on_cpu, ..Job::new(model, lora, choices, batch, rates) };
-    let plan = vec![kept; usize::try_from(layers)?];
+    let plan = vec![method.plan(); usize::try_from(layers)?];
     Ok(job.evaluate(Placement::Resident(plan), None)?.peak.total)
-}
-
-fn name(method: Method) -> &'static str {
-    match method {
-        Method::Keep => "keep",
-        Method::Recompute => "recompute",
-    }
 }
 
 /// A model, the optimizer of what is trained, and a batch.
@@ -262,11 +304,7 @@ impl Prepared {
 
     /// Runs the first steps of a method and returns the floating-point operations of one.
     fn warm_up(&mut self, method: Method) -> anyhow::Result<f64> {
-        let plan = match method {
-            Method::Keep => LayerPlan::KeepAll,
-            Method::Recompute => LayerPlan::RecomputeAll,
-        };
-        self.switches.change(&vec![plan; self.layers])?;
+        self.switches.change(&vec![method.plan(); self.layers])?;
         // The first step fills caches and the optimizer's state, and is counted.
         let counter = Counter::start()?;
         runtime::autograd::backward(&[&self.forward()?])?;
@@ -286,8 +324,13 @@ impl Prepared {
         Ok(self.optimizer.zero_grad(ZeroGrad::ToNone)?)
     }
 
-    /// Figures of one round.
-    fn measure(&mut self, arguments: &Step, limit: f64, flops: f64) -> anyhow::Result<Vec<Metric>> {
+    /// Figures of one round, in which `held` bytes are another step's.
+    fn measure(
+        &mut self,
+        arguments: &Step,
+        (limit, flops): (f64, f64),
+        held: u64,
+    ) -> anyhow::Result<Vec<Metric>> {
         let tokens = (arguments.batch * arguments.sequence) as f64;
         reset_resident_peak()?;
         let plan = MeasurementPlan {
@@ -305,30 +348,19 @@ impl Prepared {
             self.optimizer.zero_grad(ZeroGrad::ToNone)?;
             timer.end("optimizer")
         })?;
-        let resident = resident_memory()?;
-        Ok(self.figures(&measured, flops, limit, tokens, resident.peak))
-    }
-
-    fn figures(
-        &self,
-        measured: &Measurement,
-        flops: f64,
-        limit: f64,
-        tokens: f64,
-        resident: u64,
-    ) -> Vec<Metric> {
+        let resident = resident_memory()?.peak;
         let seconds = &measured.time.samples;
         let rates: Vec<f64> = seconds.iter().map(|seconds| tokens / seconds).collect();
         let phase = |phase: &str| measured.phase(phase).map_or(&[][..], |samples| &samples.samples);
-        vec![
+        Ok(vec![
             Metric::of_samples("step_seconds", "s", seconds),
             Metric::of_samples("forward_seconds", "s", phase("forward")),
             Metric::of_samples("backward_seconds", "s", phase("backward")),
             Metric::of_samples("tokens_per_second", "tokens/s", &rates),
             Metric::exact("limit_tokens_per_second", "tokens/s", limit * tokens / flops),
             Metric::exact("flops", "FLOP", flops),
-            Metric::exact("peak_bytes", "B", measured.memory.peak as f64),
+            Metric::exact("peak_bytes", "B", measured.memory.peak.saturating_sub(held) as f64),
             Metric::exact("process_bytes", "B", resident as f64),
-        ]
+        ])
     }
 }

@@ -1,15 +1,11 @@
 //! `training bench`: steps of the GPT-2-like model on given sizes, for a comparison with another program.
 
-use std::time::Instant;
-
 use anyhow::Context;
-use dataloading::Batch;
 use models::module::{parameter_count, trainable};
 use models::{Gpt2Like, Gpt2LikeConfig};
 use report::measurements::IMPLEMENTATION_KEY;
 use report::{Case, Metric};
 use runtime::memory::Region;
-use serde_json::Value;
 use tch::{Device, Kind};
 use training::Trainer;
 use training::batches::{Batches, Synthetic};
@@ -19,6 +15,7 @@ use training::trainer::{Capture, TrainerConfig};
 use crate::driver::Bench;
 use crate::dtype;
 use crate::gpu_busy;
+use crate::training::stepped::{Stepped, WARM_UP};
 
 #[derive(clap::Args)]
 pub(crate) struct BenchArgs {
@@ -72,11 +69,11 @@ pub(crate) fn run(bench: &mut Bench, arguments: &BenchArgs) -> anyhow::Result<()
 
 /// A trainer after its first steps.
 struct Prepared {
-    trainer: Trainer,
+    stepped: Stepped,
     source: Synthetic,
-    /// Steps that were run.
-    steps: u64,
     parameters: u64,
+    /// Bytes at the peak of the first steps, which a graph keeps: a replay allocates none.
+    peak: u64,
     device: Device,
     case: Case,
 }
@@ -117,62 +114,37 @@ impl Prepared {
             .with("width", width)
             .with("vocabulary", vocabulary)
             .with("dtype", dtype::name(kind));
-        let mut prepared = Self { trainer, source, steps: 0, parameters, device, case };
-        // A graph is captured in the third step of a shape.
-        const WARM_UP: u64 = 4;
+        let stepped = Stepped::new(trainer, device);
+        let mut prepared = Self { stepped, source, parameters, peak: 0, device, case };
+        let region = Region::start(device)?;
         for _ in 0..WARM_UP {
             prepared.step()?;
         }
+        prepared.peak = region.finish()?.peak;
         Ok(prepared)
     }
 
     /// Runs a step on a batch that was drawn before it, and returns its seconds.
     fn step(&mut self) -> anyhow::Result<f64> {
         let drawn = self.source.next()?.context("the source has no end")?;
-        let mut batches = Drawn { state: self.source.state(), batch: Some(drawn) };
-        self.steps += 1;
-        self.trainer.options.steps = self.steps;
-        runtime::device::synchronize(self.device)?;
-        let start = Instant::now();
-        // Losses are read at the end, which waits for the device.
-        self.trainer.run(&mut batches, None)?;
-        Ok(start.elapsed().as_secs_f64())
+        self.stepped.step(drawn, self.source.state())
     }
 
     /// Figures of one round.
     fn measure(&mut self, arguments: &BenchArgs) -> anyhow::Result<Vec<Metric>> {
         let before = Region::start(self.device)?;
         let seconds = (0..arguments.steps).map(|_| self.step()).collect::<anyhow::Result<Vec<f64>>>()?;
-        let peak = before.finish()?.peak as f64;
+        let peak = before.finish()?.peak;
+        let replays = self.stepped.trainer.replays();
+        let peak = if replays > 0 { self.peak } else { peak };
         let positions = (arguments.rows * arguments.length as usize) as f64;
         let rates: Vec<f64> = seconds.iter().map(|seconds| positions / seconds).collect();
         Ok(vec![
             Metric::of_samples("step_seconds", "s", &seconds),
             Metric::of_samples("positions_per_second", "tokens/s", &rates),
-            Metric::exact("peak_bytes", "B", peak),
+            Metric::exact("peak_bytes", "B", peak as f64),
             Metric::exact("parameters", "count", self.parameters as f64),
-            Metric::exact("replayed_steps", "count", self.trainer.replays() as f64),
+            Metric::exact("replayed_steps", "count", replays as f64),
         ])
-    }
-}
-
-/// A batch that was drawn before, so that a step is measured without its data, as the other program measures its own.
-struct Drawn {
-    state: Value,
-    batch: Option<Batch>,
-}
-
-impl Batches for Drawn {
-    fn next(&mut self) -> training::Result<Option<Batch>> {
-        Ok(self.batch.take())
-    }
-
-    fn state(&self) -> Value {
-        self.state.clone()
-    }
-
-    /// Does nothing: a drawn batch is not drawn again.
-    fn resume(&mut self, state: &Value) -> training::Result<()> {
-        Err(training::Error::config("a drawn batch", format!("it cannot go back to {state}")))
     }
 }
