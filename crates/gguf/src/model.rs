@@ -270,13 +270,15 @@ fn shorter_rows(tensors: &[(&TensorInfo, usize)]) -> Vec<String> {
             None => groups.push((tensor.kind, *block, vec![&tensor.name])),
         }
     }
-    let note = |(kind, block, names): (TensorType, usize, Vec<&str>)| {
-        format!(
-            "{} matrices are stored as {kind}, because their rows are not a multiple of {block} long: {}{}",
+    let note = |(kind, block, names): (TensorType, usize, Vec<&str>)| match names[..] {
+        [name] => format!(
+            "1 matrix is stored as {kind}, because its rows are not a multiple of {block} long: {name}"
+        ),
+        _ => format!(
+            "{} matrices are stored as {kind}, because their rows are not a multiple of {block} long: {}, …",
             names.len(),
-            names[0],
-            if names.len() > 1 { ", …" } else { "" }
-        )
+            names[0]
+        ),
     };
     groups.into_iter().map(note).collect()
 }

@@ -121,6 +121,21 @@ fn an_adapter_that_gguf_cannot_hold_is_merged_for_ollama() {
     );
 }
 
+/// Merged and quantized in one command.
+#[test]
+fn a_run_is_merged_into_a_file_of_fewer_bits() {
+    let tiny = Session::new();
+    tiny.succeed(&format!("{TRAIN} --out adapter"));
+    for (kind, number) in [("q6_k", 18), ("q5_k_m", 17), ("q4_k_m", 15), ("q4_0", 2)] {
+        let out = format!("{kind}.gguf");
+        tiny.succeed(&format!(
+            "export --format gguf --type {kind} --no-verify --model model --checkpoints adapter --out {out}"
+        ));
+        let file = gguf::Reader::open(&tiny.path(&out)).unwrap();
+        assert_eq!(file.header().get("general.file_type"), Some(&gguf::Value::U32(number)), "{kind}");
+    }
+}
+
 /// A file that llama.cpp refuses does not get its name, and what was there before stays.
 #[cfg(unix)]
 #[test]

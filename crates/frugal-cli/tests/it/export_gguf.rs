@@ -80,6 +80,9 @@ fn fixtures_llama_cpp_computes_the_models_log_probabilities() {
         assert!(export("--format gguf --type f32 --out f32.gguf") <= 1e-5);
         assert!(export("--format gguf --type f16 --out f16.gguf") <= 1e-3);
         assert!(export("--format gguf --type q8_0 --out q8.gguf") <= 1e-2);
+        for kind in ["q6_k", "q5_k_m", "q4_k_m", "q4_0"] {
+            assert!(export(&format!("--format gguf --type {kind} --out {kind}.gguf")) <= 1e-2);
+        }
         assert!(export(&format!("--format gguf-lora --adapter {name}/adapter --out lora.gguf")) <= 1e-5);
         assert!(
             export(&format!("--format gguf --type f32 --adapter {name}/adapter --out merged.gguf")) <= 1e-5

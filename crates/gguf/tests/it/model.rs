@@ -351,6 +351,40 @@ fn rows_that_are_no_whole_blocks_become_f16_and_a_note_says_so() {
     );
 }
 
+/// Down projections of 256 columns have K-quants, rows of 64 what stands for them.
+#[test]
+fn a_mixture_has_llama_cpps_types_and_is_checked() {
+    let tiny = Tiny::of("llama");
+    tiny.change("config.json", |config| config["intermediate_size"] = 256.into());
+    let names = ["gate_proj", "up_proj"].map(|name| (name, vec![256, HIDDEN])).into_iter();
+    let names = names.chain([("down_proj", vec![HIDDEN, 256])]);
+    rewrite(&tiny, &names.map(|(name, shape)| (format!("mlp.{name}.weight"), shape)).collect::<Vec<_>>());
+    let model = Model::open(tiny.folder.path()).unwrap();
+    let conversion = model.convert(FileType::Q4KM).unwrap();
+    expect![[r#"
+        12 matrices are stored as q5_0, because their rows are not a multiple of 256 long: token_embd.weight, …
+        1 matrix is stored as q8_0, because its rows are not a multiple of 256 long: blk.1.attn_v.weight"#]]
+    .assert_eq(&conversion.notes().join("\n"));
+    let path = tiny.path("out.gguf");
+    let file = written(&conversion, &path);
+    assert_eq!(file.header().get("general.file_type"), Some(&Value::U32(15)));
+    let kind = |name: &str| file.header().tensors[file.position(name).unwrap()].kind.name();
+    assert_eq!(
+        ["blk.0.ffn_down.weight", "blk.1.ffn_down.weight", "blk.0.attn_v.weight", "output.weight"].map(kind),
+        ["q4_K", "q6_K", "q5_0", "q8_0"]
+    );
+    // The factor of one block's scales is doubled.
+    let mut bytes = std::fs::read(&path).unwrap();
+    let matrix = file.position("blk.0.ffn_down.weight").unwrap();
+    let block = file.raw(matrix, 7..8).unwrap().to_vec();
+    let at = bytes.windows(block.len()).position(|part| part == block).unwrap();
+    bytes[at + 1] += 4;
+    drop(file);
+    std::fs::write(&path, bytes).unwrap();
+    let error = conversion.check(&path).unwrap_err().to_string();
+    assert!(error.contains("`blk.0.ffn_down.weight` was written wrongly"), "{error}");
+}
+
 /// Writes the weights again, with other shapes for some of a block's tensors.
 fn rewrite(tiny: &Tiny, changed: &[(String, Vec<u64>)]) {
     let bytes = std::fs::read(tiny.path("model.safetensors")).unwrap();
