@@ -421,12 +421,6 @@ impl Projection for LoraLinear {
         self.run(x, context.training)
     }
 
-    fn is_affine(&self) -> bool {
-        let resolved = self.resolved();
-        let is_base = resolved.active.is_empty() || self.merged.lock().is_some();
-        !resolved.disabled && (is_base || self.with_magnitudes(&resolved).is_none())
-    }
-
     fn affine(&self, x: &Tensor, context: &Context<'_>) -> models::Result<Option<Affine<'_>>> {
         let (weight, bias) = (&self.weight, self.bias.as_ref());
         let terms = match self.begin(x)? {

@@ -74,26 +74,37 @@ pub(crate) fn project(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Res
     linear(x, weight, bias)
 }
 
-/// Runs projections of one input. On a GPU those with low-rank terms are one autograd function ([`low_rank_linears`]).
+/// Runs projections of one input. On a GPU those that are affine are one autograd function if one of them has low-rank terms
+/// ([`low_rank_linears`]). Others, as DoRA's, and all under a policy of mixed precision, which decides the dtypes of each product, run by
+/// themselves.
 pub(crate) fn project_all<const N: usize>(
     projections: [&dyn Projection; N],
     x: &Tensor,
     context: &Context<'_>,
 ) -> Result<[Tensor; N]> {
-    let mut results = Vec::new();
-    // A policy decides the dtypes of each product.
-    let in_one = gpu::is_chosen(x.device()) && !precision::is_set();
-    // All, before the first of them draws a mask.
-    if in_one && projections.iter().all(|projection| projection.is_affine()) {
-        let affine = projections.map(|projection| projection.affine(x, context));
-        let affine: Option<Vec<Affine<'_>>> = affine.into_iter().collect::<Result<_>>()?;
-        if let Some(affine) = affine.filter(|affine| affine.iter().any(|one| !one.terms.is_empty())) {
-            results = low_rank_linears(x, &affine)?;
-        }
+    let joins = gpu::is_chosen(x.device()) && !precision::is_set();
+    let (mut joint, mut results) = (Vec::new(), Vec::new());
+    // Each draws its masks here, in the order of a CPU.
+    for projection in projections {
+        let affine = if joins { projection.affine(x, context)? } else { None };
+        results.push(match affine {
+            Some(affine) => {
+                joint.push(affine);
+                None
+            }
+            None => Some(projection.forward(x, context)?),
+        });
     }
-    if results.is_empty() {
-        results = projections.iter().map(|one| one.forward(x, context)).collect::<Result<_>>()?;
-    }
+    let mut joint = match joint.iter().any(|one| !one.terms.is_empty()) {
+        true => low_rank_linears(x, &joint)?.into_iter(),
+        false => Vec::new().into_iter(),
+    };
+    let results =
+        projections.iter().zip(results).map(|(projection, result)| match result.or_else(|| joint.next()) {
+            Some(result) => Ok(result),
+            None => projection.forward(x, context),
+        });
+    let results: Vec<Tensor> = results.collect::<Result<_>>()?;
     results.try_into().map_err(|_| Error::invalid("linear", "a projection without a result"))
 }
 
@@ -144,10 +155,6 @@ impl Module for Linear {
 impl Projection for Linear {
     fn forward(&self, x: &Tensor, _: &Context<'_>) -> Result<Tensor> {
         project(x, &self.weight, self.bias.as_ref())
-    }
-
-    fn is_affine(&self) -> bool {
-        true
     }
 
     fn affine(&self, x: &Tensor, _: &Context<'_>) -> Result<Option<Affine<'_>>> {

@@ -77,13 +77,8 @@ pub trait Projection: Module {
     /// # Errors
     /// A tensor of the wrong width, dtype or device.
     fn forward(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor>;
-    /// Returns whether this forward is x·Wᵀ + b with low-rank terms and nothing else, so that [`Projection::affine`] describes it. False,
-    /// the default, for any other computation.
-    fn is_affine(&self) -> bool {
-        false
-    }
-    /// Returns this forward as tensors where [`Projection::is_affine`], for callers that run several projections of one input as one
-    /// function; the masks of its dropout are drawn here. `None`, the default, for any other computation.
+    /// Returns this forward as tensors, if it is x·Wᵀ + b with low-rank terms and nothing else, for callers that run several projections of
+    /// one input as one function; the masks of its dropout are drawn here. `None`, the default, for any other computation.
     ///
     /// # Errors
     /// As [`Projection::forward`].

@@ -7,7 +7,9 @@ use expect_test::{Expect, expect};
 use kernels::gpu;
 use kernels::nf4::{self, Scales};
 use lora::{LoraConfig, LoraLinear, LoraLinearConfig};
-use models::module::{Context, Input, LanguageModel, Projection, parameters, trainable};
+use models::module::{
+    Context, Input, LanguageModel, ModuleMapper, Projection, map_modules, parameters, trainable,
+};
 use models::{DecoderConfig, Linear, Llama};
 use runtime::autograd::{Keep, backward, backward_with};
 use runtime::memory::{live_bytes, track_cpu};
@@ -420,4 +422,63 @@ fn a_layer_of_a_model_runs_projections_of_one_input_at_once() {
         2 aten::mm BFloat16[96, 8] BFloat16[8, 4]
     "#]]
     .assert_eq(&text);
+}
+
+/// Adapts q with DoRA, and k and v without.
+struct DoraOfQueries(f64);
+
+impl ModuleMapper for DoraOfQueries {
+    fn projection(&mut self, name: &str, slot: &mut Box<dyn Projection>) -> models::Result<()> {
+        if !["q_proj", "k_proj", "v_proj"].iter().any(|end| name.ends_with(end)) {
+            return Ok(());
+        }
+        let options = LoraLinearConfig {
+            r: 4,
+            dropout: self.0,
+            dora: name.ends_with("q_proj"),
+            init: lora::Init::Gaussian,
+            ..LoraLinearConfig::default()
+        };
+        let layer = LoraLinear::of(slot.as_ref(), &options).unwrap();
+        let _no_grad = tch::no_grad_guard();
+        for (_, tensor) in parameters(&layer).into_iter().filter(|(name, _)| name.starts_with("lora_B")) {
+            let _ = tensor.shallow_clone().fill_(0.1);
+        }
+        *slot = Box::new(layer);
+        Ok(())
+    }
+}
+
+/// k and v with LoRA beside q with DoRA are one function, and all masks are those of a CPU. (An `Adapters` runs DoRA alone.)
+#[test]
+fn lora_beside_dora_runs_as_one_function_without_it() {
+    let config = DecoderConfig { num_key_value_heads: 2, ..DecoderConfig::qwen2(50, 64, 96, 1, 4) };
+    let state = RandomState::capture(Device::Cpu).unwrap();
+    let step = |on_gpu: bool, dropout: f64| {
+        let (_gpu, _replay) = (on_gpu.then(gpu::assume), state.replay().unwrap());
+        tch::manual_seed(5);
+        let mut model = Llama::new(&config, (Kind::Double, Device::Cpu)).unwrap();
+        map_modules(&mut model, &mut DoraOfQueries(dropout)).unwrap();
+        let others = parameters(&model).into_iter().filter(|(name, _)| !name.contains("lora_"));
+        others.for_each(|(_, tensor)| drop(tensor.set_requires_grad(false)));
+        let tokens = Tensor::from_slice(&[3i64, 1, 4, 1, 5, 9, 2, 6]).view([1, 8]);
+        let context = Context { training: true, ..Context::default() };
+        let (calls, _) = operators(|| {
+            let hidden = model.hidden(&Input { tokens: &tokens, positions: None, context }).unwrap();
+            backward(&[&hidden.square().sum(Kind::Double)]).unwrap();
+        });
+        let learned = trainable(&model).into_iter().filter(|(name, _)| name.contains("lora_"));
+        let gradients: Vec<Tensor> = learned.map(|(_, tensor)| tensor.grad().copy()).collect();
+        let joint = calls.keys().filter(|call| call.contains("[8, 64] ") && call.contains("[64, 8]")).count();
+        (gradients, joint)
+    };
+    for dropout in [0.0, 0.25] {
+        let ((found, joint), (expected, separate)) = (step(true, dropout), step(false, dropout));
+        assert_eq!((found.len(), expected.len(), separate), (7, 7, 0));
+        // The ranks of k and v; with dropout each u is a product of its own input.
+        assert_eq!(joint, usize::from(dropout == 0.0));
+        for (found, expected) in found.iter().zip(&expected) {
+            assert_close(found, expected, 1e-12, &format!("dropout {dropout}"));
+        }
+    }
 }
