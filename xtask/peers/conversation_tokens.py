@@ -4,8 +4,8 @@
 
 needs transformers 5 and tokenizers. OUT becomes {"tokenizers": {name: tokenizer.json}, "templates": {name: source}, "conversations",
 "cases": [{"tokenizer", "template", "conversation", "text", "ids", "mask"}], "real": {name: {"sha256", "end", "cases"}}}. The tokenizers are
-tiny and made here, one for each way in which a text begins and in which special tokens take blanks; FOLDERs hold real ones, of which
-only the ids are kept, of the templates with the tokenizer's own `end`. `mask` is return_assistant_tokens_mask of the template, which marks answers with `generation`; null where no
+tiny and made here, one for each way in which a text begins and in which special tokens take blanks; FOLDERs hold real ones; only
+their ids are kept, of the templates with the tokenizer's own `end`. `mask` is return_assistant_tokens_mask of the template, which marks answers with `generation`; null where no
 token has the first or the last character of an answer, since transformers then leaves out that answer and all after it.
 """
 

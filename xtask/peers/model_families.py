@@ -46,7 +46,7 @@ def cases(wide):
     )
     own = dict(sizes, head_dim=head)
     pattern = [SLIDING if (layer + 1) % (3 if wide else 2) else FULL for layer in range(layers)]
-    # Heads of 8, of which 4 columns, two pairs, rotate.
+    # Heads of 8; 4 columns, two pairs, rotate.
     phi = dict(sizes, hidden_size=4 * heads, num_attention_heads=heads // 2, num_key_value_heads=groups // 2)
     long = dict(
         rope_type="longrope", rope_theta=10000.0, short_factor=[1.0, 1.25], long_factor=[3.0, 5.5],

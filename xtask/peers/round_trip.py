@@ -5,9 +5,9 @@ chat template, a tiny model with random weights learns three answers by heart, a
 the same conversations are put to
 
     frugal chat, on the run and on the adapter's folder;      frugal generate, on the merged model;
-    transformers, an old and the newest, on the merged model; PEFT, on the adapter's folder;     llama.cpp, on the GGUF file,
+    transformers, an old and the newest, on the merged model; PEFT, on the adapter's folder;     llama.cpp, on the GGUF file.
 
-each of which is to have the same tokens in its prompt, to answer what was learned, and to stop there by itself. Writes a record per
+Each must have the same tokens in its prompt, give the learned answer, and stop there by itself. Writes a record per
 tokenizer, template and method: how many of those answers differed. What is refused by name is not counted as equal: it is said, and
 recorded as `refused`.
 """
@@ -208,7 +208,7 @@ def generate(program, folder, answers, label):
             expected = expected[1:]
         tokens = line["prompt_tokens"]
         if tokens == expected[:len(tokens)] and tokens != answer["prompt_tokens"]:
-            # Another prompt than a chat's, of which no answer was learned.
+            # Another prompt than a chat's; no answer to it was learned.
             found.append(dict(answer, stopped=True))
             continue
         found.append({"prompt_tokens": tokens, "text": line["text"], "stopped": line["ended"] == "end token"})
@@ -284,7 +284,7 @@ def judged(results):
                 wrong.append((label, f"prompt {number}: {answer['prompt_tokens']} is not {reference['prompt_tokens']}", False))
             # A template of a thinking model has written that there is no reasoning.
             text = re.sub(r"^<think>\s*</think>\s*", "", answer["text"])
-            # llama.cpp's server shows the token that ends an answer for templates of which it parses answers.
+            # llama.cpp's server shows the token that ends an answer for templates whose answers it parses.
             for end in ENDS if label == "llama.cpp" else []:
                 text = text.removesuffix(end)
             if text.strip() != PROMPTS[number][1]:

@@ -17,7 +17,7 @@
 //! a quarter of the rate of large products. Here a head of keys is one thread's work from the first block to the last, all products are
 //! this module's, and of blocks on the diagonal only the visible half is multiplied.
 //!
-//! [`single_query_attention`] is the step of generation: one query of each head over all keys, each of which is read once for the queries
+//! [`single_query_attention`] is the step of generation: one query of each head over all keys. Each key is read once for the queries
 //! that share it.
 //!
 //! Results do not depend on the number of threads: sums have the same order however the work is divided.

@@ -73,7 +73,7 @@ pub(super) fn run(common: &Common, arguments: &Check) -> anyhow::Result<()> {
         bail!("{} and no row to train on", counted(records, "record"));
     }
     let text = format!(
-        "{}, {}, {} of which {} are learned",
+        "{}, {}, {}, {} of them learned",
         counted(records, "record"),
         counted(all.rows as u64, "row"),
         counted(all.tokens as u64, "token"),

@@ -102,7 +102,7 @@ fn records_that_are_read_otherwise_than_most_are_named() {
     expect![[r#"
         warning: 1 record has text, and 3 prompt and completion: mixed.jsonl: line 4
         warning: 1 of 4 rows is a duplicate: mixed.jsonl: line 2 repeats mixed.jsonl: line 1
-        4 records, 4 rows, 27 tokens of which 14 are learned
+        4 records, 4 rows, 27 tokens, 14 of them learned
     "#]]
     .assert_eq(&out);
     std::fs::write(

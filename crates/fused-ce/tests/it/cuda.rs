@@ -23,7 +23,7 @@ fn on_cuda(body: impl FnOnce(Device)) {
 /// Tokens, hidden size, vocabulary and rank of a case.
 type Shape = [i64; 4];
 
-/// Hidden states, weight, bias, A, B and targets, a third of which are ignored.
+/// Hidden states, weight, bias, A, B and targets; a third of the targets is ignored.
 struct Operands {
     tensors: [Tensor; 5],
     targets: Tensor,

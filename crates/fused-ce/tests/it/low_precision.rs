@@ -13,8 +13,7 @@ use crate::naive;
 
 const LOW: [Kind; 2] = [Kind::BFloat16, Kind::Half];
 
-/// Returns hidden states and a weight in `kind`, of the size of a trained model's, and targets of which every seventh is
-/// ignored.
+/// Returns hidden states and a weight in `kind`, of the size of a trained model's, and targets; every seventh is ignored.
 fn operands(kind: Kind, [tokens, hidden, vocabulary]: [i64; 3], seed: u64) -> [Tensor; 3] {
     let mut generator = Generator::new(seed).unwrap();
     let mut normal = |size: &[i64]| generator.normal(size, (Kind::Float, Device::Cpu)).unwrap();

@@ -5,7 +5,7 @@ use tch::Device;
 use crate::device::{self, Event, Stream};
 use crate::error::Result;
 
-/// Times the phases of a run, each of which ends with [`end`](PhaseTimer::end). The times are between events on the device's stream, so
+/// Times the phases of a run. Each ends with [`end`](PhaseTimer::end). The times are between events on the device's stream, so
 /// that the host does not wait between phases.
 #[derive(Debug)]
 pub struct PhaseTimer {

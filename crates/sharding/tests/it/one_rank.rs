@@ -27,7 +27,7 @@ fn named(name: &str, tensor: &Tensor) -> (String, Tensor) {
     (name.to_owned(), tensor.shallow_clone())
 }
 
-/// A step with gradients of 1, the first of which is `first`.
+/// A step with gradients of 1, except for the first, which is `first`.
 fn step(
     optimizer: &mut dyn Optimizer,
     settings: StepSettings,

@@ -48,7 +48,7 @@ fn bytes(lines: &[String], what: &str) -> u64 {
 #[test]
 fn rank_0_takes_a_piece_however_large_the_state() {
     let folders: Vec<_> = (0..4).map(|_| tempfile::tempdir().unwrap()).collect();
-    // An embedding of 7 MiB, of which the state has three copies in fp32.
+    // An embedding of 7 MiB. The state has three copies of it in fp32.
     let case = Case { vocabulary: 15_000, micro_batches: 4, measured: true, ..Case::default() };
     let bf16 = |case: Case| Case { dtype: Dtype::Bf16, master_weights: true, ..case };
     let runs: Vec<(Case, usize)> = folders

@@ -104,7 +104,7 @@ fn each_level_is_as_accurate_as_linear_layers() {
                 let y = {
                     let _within = precision::enter(Some(policy.clone()));
                     if fused {
-                        // One tensor, of which the two are parts.
+                        // Both are parts of one tensor.
                         let both = Tensor::cat(&[w, v], 1);
                         let mlp = SwigluMlp::from_fused_weights(both, u.shallow_clone(), level).unwrap();
                         mlp.forward(x).unwrap()

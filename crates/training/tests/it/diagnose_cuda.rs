@@ -8,7 +8,7 @@ fn event(cat: &str, name: &str, thread: i64, start: f64, length: f64, args: Valu
     json!({ "ph": "X", "cat": cat, "name": name, "pid": 1, "tid": thread, "ts": 4.4e12 + start, "dur": length, "args": args })
 }
 
-/// Three steps of 100 ms, in each of which the device runs what is given: category, name, start and length in ms.
+/// Three steps of 100 ms. In each the device runs these events: category, name, start and length in ms.
 fn diagnose(device: &[(&str, &str, f64, f64)], facts: &TrainingFacts) -> Diagnosis {
     let mut events = Vec::new();
     for step in 0..3 {

@@ -37,7 +37,7 @@ pub(super) fn dots<const N: usize>(row: &Row<'_>, x: [&[f32]; N], out: &mut [f32
     }
 }
 
-/// Quantizes blocks, the last of which may be shorter; returns whether all values are finite.
+/// Quantizes blocks (the last may be shorter); returns whether all values are finite.
 #[inline(always)]
 pub(super) fn quantize(values: &[f32], scales: &mut [f32], codes: &mut [u8]) -> bool {
     /// The smallest divisor, so that a block of zeros has codes of zero.
