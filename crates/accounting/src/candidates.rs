@@ -9,6 +9,7 @@
 //! |---|---|---|
 //! | [`Placement::Resident`] | all weights, and the activations that each layer keeps | the recomputation of the others |
 //! | [`Placement::Offloaded`] | a ring of layers, the resident layers, every layer's input or activations | a forward of the layers that keep their inputs, and loads that compute does not hide |
+//! | the same, with inputs in host memory | the inputs of the layers that run or return | copies of inputs that compute does not hide |
 //! | fewer rows | the activations of these rows | each pass loads offloaded layers again, and on a CPU packs the weights of each product again |
 //!
 //! Bytes are those of [`simulate`], for the largest batch of the data. Three things are added to it. With several passes in a step,
@@ -139,6 +140,8 @@ pub enum Placement {
         resident: Vec<usize>,
         /// Layers that keep their activations. The others keep their inputs and run again in backward.
         keep: Vec<usize>,
+        /// Whether these inputs are in host memory between forward and backward.
+        inputs_on_host: bool,
         /// The place of the optimizer's state.
         optimizer: OptimizerPlace,
     },

@@ -22,7 +22,7 @@
 //! | kept by | tensor | elements per token |
 //! |---|---|---|
 //! | a norm | its output ([`NormKernel::Output`]) or its input; a number in fp32 | `d`, `1` |
-//! | adapted q, k, v | the norm's output, once for all three; u for each, in fp32 (on a GPU in the base's dtype) | `d`, `r` each |
+//! | adapted q, k, v | the norm's output, once for all three; u for each, in fp32 (on a GPU in the base's dtype, with A and B) | `d`, `r` each |
 //! | attention | rotated queries and keys, values, output; log-sum-exp in fp32 | `2·h·k + 2·n·k`, `h` |
 //! | an adapted o | the attention's output, which is already kept; u | `r` |
 //! | SwiGLU | gate and up | `2·f` |
@@ -111,6 +111,11 @@ impl LowRank {
     pub(crate) fn block_parameters(&self, model: &Decoder) -> Result<u64, Error> {
         let sizes = self.tensors(model)?;
         exact::sum("parameters of a block's adapters", sizes)
+    }
+
+    /// Low-rank terms of a projection: a trained one, and the frozen one that is subtracted.
+    pub(crate) fn terms(&self) -> u64 {
+        1 + u64::from(self.subtracted)
     }
 
     /// Elements of each trained tensor of one block: A and B of each adapted projection, and its magnitudes.

@@ -6,7 +6,7 @@ use crate::activation_plan::LayerPlan;
 use crate::decoder_flops::Workload;
 use crate::exact::{product, sum};
 use crate::memory::Item;
-use crate::offload::sizes;
+use crate::offload::sizes::{self, Choices};
 use crate::offload::{
     Footprint, Layer, Method, OptimizerPlace, Rates, Setup, SimulatedStep, Start, StepCosts, StreamKind,
     moments, simulate,
@@ -68,7 +68,11 @@ impl Job {
         let costs = self.costs(pass)?;
         match placement {
             Placement::Resident(plan) => self.with_plan(costs, pass, plan),
-            Placement::Offloaded { keep, .. } => self.with_kept(costs, pass, keep),
+            Placement::Offloaded { keep, inputs_on_host, .. } => {
+                let mut costs = self.with_kept(costs, pass, keep)?;
+                costs.working.inputs_on_host = *inputs_on_host;
+                Ok(costs)
+            }
         }
     }
 
@@ -146,9 +150,9 @@ impl Job {
         let trained = self.costs(batch)?;
         // The head without a gradient of its matrix, as over a frozen model.
         let frozen = self.lora.unwrap_or_default();
-        let head = sizes::adapters(&self.model, &frozen, batch.work, batch.labelled, &self.choices)?
-            .working
-            .head_bytes;
+        let choices = Choices { mlp_tile: None, ..self.choices };
+        let head =
+            sizes::adapters(&self.model, &frozen, batch.work, batch.labelled, &choices)?.working.head_bytes;
         let mut costs = sizes::inference(&self.model, batch.work, &self.choices)?;
         costs.working.head_bytes = head;
         for (layer, trained) in costs.layers.iter_mut().zip(&trained.layers) {

@@ -21,7 +21,7 @@ impl Placement {
     pub fn name(&self) -> String {
         match self {
             Self::Resident(layers) => of_layers(layers),
-            Self::Offloaded { tier, ring, resident, keep, optimizer } => {
+            Self::Offloaded { tier, ring, resident, keep, inputs_on_host, optimizer } => {
                 let mut name = match tier {
                     Tier::Host => "layers in host memory".to_owned(),
                     Tier::File => "layers in files".to_owned(),
@@ -32,6 +32,9 @@ impl Placement {
                 }
                 if !keep.is_empty() {
                     name += &format!(", activations of {} kept", keep.len());
+                }
+                if *inputs_on_host {
+                    name += ", inputs in host memory";
                 }
                 if *optimizer == OptimizerPlace::Host {
                     name += match tier {

@@ -47,6 +47,8 @@ pub struct OffloadedLayers {
     pub resident: Option<Vec<usize>>,
     /// The layers that keep their activations; `None` for as many as fit, or more resident layers where that is faster.
     pub keep: Option<Vec<usize>>,
+    /// Whether the inputs of layers that run again are in host memory; `None` for the faster of both, on a CPU not.
+    pub inputs_on_host: Option<bool>,
     /// The place of the optimizer's state of offloaded layers.
     pub optimizer: OptimizerPlace,
 }
@@ -61,6 +63,7 @@ impl Default for Allowed {
                 most_slots: MOST_PLANNED_SLOTS,
                 resident: None,
                 keep: None,
+                inputs_on_host: None,
                 optimizer: OptimizerPlace::Device,
             }),
             splits: true,
@@ -134,10 +137,11 @@ fn replaces(candidate: &Candidate, other: &Candidate) -> bool {
     is_as_simple && saves_nothing && is_faster
 }
 
-/// Seconds, with the share of a tie for fewer rows and for offloaded layers.
+/// Seconds, with the share of a tie for fewer rows, for offloaded layers, and for their inputs in host memory.
 fn cost(candidate: &Candidate) -> f64 {
     let is_offloaded = matches!(candidate.placement, Placement::Offloaded { .. });
-    let changes = u8::from(!candidate.keeps_bits()) + u8::from(is_offloaded);
+    let has_inputs_on_host = matches!(candidate.placement, Placement::Offloaded { inputs_on_host: true, .. });
+    let changes = u8::from(!candidate.keeps_bits()) + u8::from(is_offloaded) + u8::from(has_inputs_on_host);
     candidate.seconds * (1.0 + TIE * f64::from(changes))
 }
 
@@ -155,8 +159,13 @@ impl Job {
                 Some(Layers::Any) => all.extend(self.resident(rows, budget)?),
             }
             if let Some(offloaded) = &allowed.offloaded {
+                // Memory of a CPU's host is the device's.
+                let both: &[bool] = if self.on_cpu { &[false] } else { &[false, true] };
+                let places = offloaded.inputs_on_host.as_ref().map_or(both, std::slice::from_ref);
                 for &tier in &offloaded.tiers {
-                    all.extend(self.offloaded(offloaded, tier, rows, budget)?);
+                    for &inputs_on_host in places {
+                        all.extend(self.offloaded(offloaded, (tier, inputs_on_host), rows, budget)?);
+                    }
                 }
             }
         }
@@ -199,13 +208,16 @@ impl Job {
                 all.push(self.least_held(&self.options_on_device(), rows)?);
             }
         }
-        if let Some(OffloadedLayers { tiers, resident, keep, optimizer, .. }) = &allowed.offloaded {
+        if let Some(OffloadedLayers { tiers, resident, keep, inputs_on_host, optimizer, .. }) =
+            &allowed.offloaded
+        {
             for &tier in tiers {
                 let placement = Placement::Offloaded {
                     tier,
                     ring: 1,
                     resident: resident.clone().unwrap_or_default(),
                     keep: keep.clone().unwrap_or_default(),
+                    inputs_on_host: inputs_on_host.unwrap_or(!self.on_cpu),
                     optimizer: *optimizer,
                 };
                 all.push(self.evaluate(placement, rows)?);
@@ -271,18 +283,21 @@ impl Job {
         Ok(candidates)
     }
 
-    /// The fastest that fits with layers in `tier`, and the one that takes the least.
+    /// The fastest that fits with layers in `tier` and inputs on the device or in host memory, and the one that takes the least.
     fn offloaded(
         &self,
         allowed: &OffloadedLayers,
-        tier: Tier,
+        (tier, inputs_on_host): (Tier, bool),
         rows: Option<u64>,
         budget: AvailableMemory,
     ) -> Result<Vec<Candidate>, Error> {
         let layers = self.model.layers as usize;
         let candidate = |ring: usize, resident: Vec<usize>, keep: Vec<usize>| {
             let optimizer = allowed.optimizer;
-            self.evaluate(Placement::Offloaded { tier, ring, resident, keep, optimizer }, rows)
+            self.evaluate(
+                Placement::Offloaded { tier, ring, resident, keep, inputs_on_host, optimizer },
+                rows,
+            )
         };
         // Backward frees the activations of the last layers first.
         let last = |count: usize| -> Vec<usize> { (layers - count..layers).collect() };

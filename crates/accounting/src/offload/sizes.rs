@@ -21,7 +21,7 @@ use crate::memory::{Item, kv_cache, total};
 use crate::model::{Decoder, Part};
 use crate::passes::block::{Block, BlockOptions, KeptPasses, Passes, Trained, kept_passes, passes};
 use crate::passes::head::{self, FIXED, HeadOptions, outside};
-use crate::recompute::{NormKernel, Recompute};
+use crate::recompute::{NormKernel, Recompute, SwigluLevel};
 use crate::{Dtype, Error};
 
 pub use crate::passes::head::Logits;
@@ -91,7 +91,8 @@ pub fn generation(
     new: u64,
     choices: &Choices,
 ) -> Result<StepCosts, Error> {
-    let choices = Choices { logits: Logits::LastToken, ..*choices };
+    // With a cache, MLPs run over all tokens.
+    let choices = Choices { logits: Logits::LastToken, mlp_tile: None, ..*choices };
     let reading = inference(model, prompt, &choices)?;
     let tokens = sum("tokens of a row", [prompt.sequence, new])?.min(model.context);
     let cached = Workload { sequence: tokens, ..prompt };
@@ -111,7 +112,8 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
     swiglu(model, work)?;
     let recipe = choices.recipe;
     recipe.check_trained()?;
-    let flops = decoder_flops::step(model, work, &recomputation())?;
+    let swiglu = choices.mlp_tile.map_or(SwigluLevel::default(), |_| SwigluLevel::InputOnly);
+    let flops = decoder_flops::step(model, work, &Recomputation { swiglu, ..recomputation() })?;
     let tensors = block(model)?;
     let numbers = sum("parameters of a layer", tensors.iter().copied())?;
     let weights = region(&tensors, recipe.parameters)?;
@@ -314,6 +316,8 @@ fn block_of(
         documents: choices.documents,
         widens: choices.widens,
         tile_bytes: choices.tile_bytes,
+        flash_workspace: choices.flash_workspace,
+        mlp_tile: choices.mlp_tile,
     };
     Block::new(model, &options)
 }

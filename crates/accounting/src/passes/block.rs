@@ -22,11 +22,16 @@
 //! The backward of a product computes the gradients of its input and its weight while the gradient of its output and the kept
 //! input still exist. A norm overwrites the gradient that it reads; SiLU(gate) ⊙ up needs two more gradients.
 //!
+//! **Flash attention on a GPU** has a workspace in backward (libtorch's `flash_api.cpp`): dQ in fp32, a number in fp32 for each row and head,
+//! and where heads share keys, dK and dV of every head: `n·h·k·(4 + 2·c) + 4·n·h` bytes.
+//!
 //! The block's input and the gradient of its output are the caller's.
 
 mod backward;
 mod forward;
+mod joint;
 mod peaks;
+mod tiled_mlp;
 
 use crate::exact::product;
 use crate::lora::{LowRank, Projection};
@@ -35,6 +40,8 @@ use crate::memory::{Item, nf4};
 use crate::model::{Decoder, Linear};
 use crate::recompute::NormKernel;
 use crate::{Error, exact};
+
+use tiled_mlp::{TiledMlp, TiledMlpOptions};
 
 pub(crate) use peaks::{KeptPasses, Passes, kept_passes, passes};
 
@@ -77,6 +84,10 @@ pub(crate) struct BlockOptions<'a> {
     pub(crate) widens: bool,
     /// Largest number of bytes of a dequantized tile.
     pub(crate) tile_bytes: u64,
+    /// Whether attention's backward has the workspace of flash attention on a GPU.
+    pub(crate) flash_workspace: bool,
+    /// Bytes of the temporaries of MLPs over tiles of tokens, if they run so.
+    pub(crate) mlp_tile: Option<u64>,
 }
 
 /// Bytes of one projection's tensors.
@@ -94,9 +105,9 @@ struct ProjectionBytes {
     tile_back: u64,
     /// u, or du.
     low: u64,
-    /// A and B rounded to the base's dtype, which a GPU keeps for backward.
+    /// Copies of A and B that a GPU keeps for backward: rounded to the base's dtype, or A of several terms as one matrix.
     factors: u64,
-    /// How many low-rank terms there are: a frozen one's u is not kept.
+    /// How many low-rank terms there are: a frozen one's u is not kept, except on a GPU, where all are one tensor.
     terms: u64,
     /// With DoRA the product before it is multiplied, in fp32, and ν; and the temporaries of computing ν.
     unscaled: u64,
@@ -118,6 +129,7 @@ impl ProjectionBytes {
         let c = recipe.compute.storage_bits() / 8;
         let activation = |width: u64, bytes: u64| product("bytes of an activation", &[tokens, width, bytes]);
         let on_gpu = lora.is_some_and(|lora| !lora.on_cpu);
+        let joins = adapted && on_gpu && !magnitudes;
         let sum_bytes = if on_gpu { c } else { 4 };
         let (wide_input, wide_output) =
             (activation(linear.inputs, sum_bytes)?, activation(linear.outputs, sum_bytes)?);
@@ -141,7 +153,7 @@ impl ProjectionBytes {
         let weight = exact::sum("elements of a weight", [weight, bias])?;
         let widths = exact::sum("widths of a projection", [linear.inputs, linear.outputs])?;
         let pair = product("elements of an adapter", &[rank, widths])?;
-        let terms = 1 + u64::from(lora.is_some_and(|lora| lora.subtracted));
+        let terms = lora.map_or(1, LowRank::terms);
         let adapter =
             exact::sum("elements of an adapter", [pair, if magnitudes { linear.outputs } else { 0 }])?;
 
@@ -157,12 +169,15 @@ impl ProjectionBytes {
             },
             tile: tile(linear.outputs, linear.inputs)?,
             tile_back: tile(linear.inputs, linear.outputs)?,
-            low: activation(rank, sum_bytes)?,
-            factors: match adapted && on_gpu && c < 4 && !magnitudes {
-                true => product("bytes of an adapter", &[terms, pair, c])?,
-                false => 0,
+            low: activation(if joins { terms * rank } else { rank }, sum_bytes)?,
+            factors: match lora.filter(|_| joins) {
+                Some(_) if c < 4 => product("bytes of an adapter", &[terms, pair, c])?,
+                Some(lora) if joint::terms_of_input(lora, which) > 1 => {
+                    product("bytes of an adapter", &[terms, rank, linear.inputs, c])?
+                }
+                _ => 0,
             },
-            terms,
+            terms: if joins { 1 } else { terms },
             unscaled: match magnitudes {
                 true => {
                     exact::sum("bytes of a product", [wide_output, LowRank::WIDE.bytes(linear.outputs)?])?
@@ -189,6 +204,9 @@ pub(crate) struct Block {
     mixed: bool,
     mixed_in_fp32: bool,
     dropout: bool,
+    /// Whether projections of one input are one function.
+    joins: bool,
+    tiled: Option<TiledMlp>,
     keeps_output: bool,
     documents: bool,
     /// Whether all weights learn.
@@ -212,6 +230,8 @@ pub(crate) struct Block {
     /// `[n, f]`
     wide: u64,
     log_sum_exp: u64,
+    /// Workspace of attention's backward.
+    flash_workspace: u64,
     /// A number for each token.
     statistic: u64,
 }
@@ -234,7 +254,8 @@ struct Recorded {
 
 impl Block {
     pub(crate) fn new(model: &Decoder, options: &BlockOptions<'_>) -> Result<Self, Error> {
-        let BlockOptions { tokens, recipe, norm, trained, gradients, documents, widens, .. } = *options;
+        let BlockOptions { tokens, recipe, norm, trained, gradients, documents, widens, mlp_tile, .. } =
+            *options;
         let (everything, lora) = (matches!(trained, Trained::Everything), trained.adapters());
         let c = recipe.compute.storage_bits() / 8;
         let attended = if recipe.casts && widens { 4 } else { c };
@@ -253,6 +274,20 @@ impl Block {
         Ok(Self {
             rounds: c < 4 && lora.is_none_or(|lora| lora.on_cpu),
             dropout: lora.is_some_and(|lora| lora.dropout),
+            joins: !recipe.casts && lora.is_some_and(|lora| !lora.on_cpu && !lora.magnitudes),
+            tiled: match (mlp_tile, lora) {
+                (None, _) => None,
+                (Some(_), Some(_)) => {
+                    return Err(Error::Shape {
+                        what: "adapters beside a tiled MLP are not modelled".into(),
+                        remedy: "leave out the tiles".into(),
+                    });
+                }
+                (Some(most), None) => {
+                    let options = TiledMlpOptions { tokens, recipe, widens, everything, gradients, most };
+                    Some(TiledMlp::new(model, &options)?)
+                }
+            },
             mixed: recipe.casts,
             mixed_in_fp32: recipe.casts && widens,
             keeps_output: norm == NormKernel::Output && !recipe.casts,
@@ -273,6 +308,15 @@ impl Block {
             attended_key: activation(model.kv_width()?, attended)?,
             wide: activation(model.feed_forward, c)?,
             log_sum_exp: activation(model.heads, 4)?,
+            flash_workspace: match options.flash_workspace && c < 4 {
+                true => {
+                    // dQ and a number for each row and head in fp32; with shared keys, dK and dV of every head.
+                    let expanded = if model.kv_heads < model.heads { 2 * c } else { 0 };
+                    let rows = activation(model.query_width()?, 4 + expanded)?;
+                    exact::sum("bytes of a workspace", [rows, activation(model.heads, 4)?])?
+                }
+                false => 0,
+            },
             statistic: activation(1, 4)?,
         })
     }
@@ -326,9 +370,9 @@ impl Block {
         keep(self.keeps_second_output(&recorded), "feed-forward input", self.narrow);
         keep(self.mixed, "casts of the feed-forward input", self.kept_casts(&[Gate, Up]));
         let gates = recorded.middle || self.learns(&[Gate, Up]);
-        keep(gates, "gate xW", self.wide);
-        keep(gates, "up xV", self.wide);
-        keep(self.learns(&[Down]), "SiLU(xW) ⊙ xV", self.wide);
+        keep(gates, "gate xW", self.kept_wide());
+        keep(gates, "up xV", self.kept_wide());
+        keep(self.learns(&[Down]), "SiLU(xW) ⊙ xV", self.kept_wide());
         for which in [Query, Key, Value, Output, Gate, Up, Down] {
             keep(self.projection(which).adapted, "low-rank products", self.projection(which).low);
             keep(self.projection(which).factors > 0, "adapters in 16 bits", self.projection(which).factors);
@@ -380,8 +424,13 @@ impl Block {
     }
 
     fn keeps_second_output(&self, recorded: &Recorded) -> bool {
-        !self.mixed
-            && (recorded.middle && self.keeps_output || self.learns(&[Projection::Gate, Projection::Up]))
+        let reads_input = self.tiled.is_some() || self.keeps_output;
+        !self.mixed && (recorded.middle && reads_input || self.learns(&[Projection::Gate, Projection::Up]))
+    }
+
+    /// `[n, f]`, unless the MLP keeps its input alone.
+    fn kept_wide(&self) -> u64 {
+        if self.tiled.is_some() { 0 } else { self.wide }
     }
 }
 

@@ -43,6 +43,7 @@ fn allowed() -> Allowed {
         most_slots: 4,
         resident: None,
         keep: None,
+        inputs_on_host: None,
         optimizer: OptimizerPlace::Device,
     };
     Allowed { offloaded: Some(offloaded), ..Allowed::default() }
@@ -250,5 +251,78 @@ fn the_peak_is_the_largest_moment() {
                 assert_eq!(moment.total, moment.parts.iter().map(|part| part.bytes).sum::<u64>());
             }
         }
+    }
+}
+
+/// A training with offloaded layers: its model, the rates of its GPU, FLOP/s and bytes per second, and those of its link.
+fn streamed(model: &str, tokens: u64, lora: bool, [flops, bandwidth, link]: [f64; 3]) -> Job {
+    let batch = Batch { work: Workload { batch: 1, sequence: tokens }, labelled: None };
+    let rates = Rates { load: link, store: link, host_optimizer: 2e9, device_optimizer: 30e9 };
+    let choices = Choices { flops, bandwidth, recipe: Recipe::BF16_FP32_STATE, ..Choices::default() };
+    let lora = lora.then(LowRank::default);
+    let model = accounting::Decoder::new(accounting::model::Sizes {
+        context: tokens,
+        ..*presets::find(model).unwrap()
+    });
+    Job::new(model.unwrap(), lora, choices, batch, rates)
+}
+
+/// On an H200 and on a laptop (8 GB, PCIe 3), inputs of layers are in host memory where that fits a budget that others do not fit, or leaves
+/// room for more layers; not where the device has room for all, nor where the host has none.
+#[test]
+fn inputs_of_layers_are_in_host_memory_where_that_is_faster_or_fits() {
+    let h200 = streamed("llama-3-8b", 131_072, false, [600e12, 4.8e12, 55e9]);
+    let laptop = streamed("qwen2.5-7b", 8192, true, [40e12, 0.25e12, 12e9]);
+    let host = OptimizerPlace::Host;
+    for (job, optimizer, gigabytes, room) in
+        [(h200, host, [45, 60, 70], 400), (laptop, OptimizerPlace::Device, [5, 6, 6], 64)]
+    {
+        let search = |inputs_on_host, device: u64, host: u64| {
+            let offloaded = OffloadedLayers {
+                tiers: vec![Tier::Host],
+                inputs_on_host,
+                optimizer,
+                ..Allowed::default().offloaded.unwrap()
+            };
+            let allowed = Allowed { layers: None, offloaded: Some(offloaded), ..Allowed::default() };
+            job.search(&allowed, AvailableMemory { device, host: Some(host) }).unwrap()
+        };
+        let is_on_host = |candidate: &Candidate| {
+            matches!(candidate.placement, Placement::Offloaded { inputs_on_host: true, .. })
+        };
+        for gigabytes in gigabytes {
+            let device = gigabytes * 1_000_000_000;
+            let [open, on_device] = [None, Some(false)].map(|place| search(place, device, room << 30));
+            let chosen = open.chosen().unwrap();
+            assert!(is_on_host(chosen) && chosen.peak.total <= device, "{gigabytes}: {}", chosen.name());
+            assert!(chosen.name().contains("inputs in host memory"), "{}", chosen.name());
+            // Beside all inputs not one layer fits.
+            let least = on_device.least().unwrap();
+            assert!(
+                on_device.chosen().is_none() && least.peak.total > device,
+                "{gigabytes}: {}",
+                least.name()
+            );
+            // The layers fit the host, their inputs do not.
+            let limited = search(None, device, least.host_bytes);
+            assert!(limited.chosen().is_none_or(|one| !is_on_host(one)), "{gigabytes}");
+        }
+        // Where both fit, inputs go to the host only if that saves more time than a tie.
+        let most_on_device = search(Some(false), 1 << 40, room << 30);
+        let least = most_on_device.least().unwrap().peak.total;
+        for part in 0..4 {
+            let device = least + (least / 8) * part;
+            let [open, on_device] = [None, Some(false)].map(|place| search(place, device, room << 30));
+            let (open, on_device) = (open.chosen().unwrap(), on_device.chosen().unwrap());
+            assert!(
+                open.seconds <= on_device.seconds * 1.021,
+                "{part}: {} {}",
+                open.name(),
+                on_device.name()
+            );
+            assert!(!is_on_host(open) || open.seconds < on_device.seconds, "{part}: {}", open.name());
+        }
+        let most = search(None, 1 << 40, room << 30);
+        assert!(!is_on_host(most.chosen().unwrap()), "{}", most.chosen().unwrap().name());
     }
 }

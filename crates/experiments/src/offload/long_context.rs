@@ -156,7 +156,8 @@ pub(crate) fn run(bench: &mut Bench, arguments: &LongContext) -> anyhow::Result<
         let case = Case::new().with("shows", "step").with("model", name).with("tokens", tokens);
         case.with("loss", loss.name()).with("mlp", mlp.name())
     };
-    let predicted = |one, device| Predicted::new(&config, (one, chunk), mlp, device);
+    let tile = (mlp == MlpKind::Tiled).then_some(tile);
+    let predicted = |one, device| Predicted::new(&config, (one, chunk), tile, device);
     if name == "Llama-3-8B" && !bench.device.is_cuda() {
         for one in cases {
             bench.put(&case(one), predicted(one, Device::Cuda(0))?.not_measured("no GPU"))?;
@@ -165,8 +166,8 @@ pub(crate) fn run(bench: &mut Bench, arguments: &LongContext) -> anyhow::Result<
     }
     runtime::memory::track_cpu()?;
     let mut subject = Subject::new(&config, bench.device, bench.seed)?;
-    if mlp == MlpKind::Tiled {
-        CheckpointLevel::InputOnlyTiled { bytes: tile }.install(&mut subject.model)?;
+    if let Some(bytes) = tile {
+        CheckpointLevel::InputOnlyTiled { bytes }.install(&mut subject.model)?;
     }
     bench.each(
         cases,
@@ -198,19 +199,16 @@ struct Peaks([u64; 3]);
 
 const PHASES: [&str; 3] = ["forward", "loss", "backward"];
 
-/// A prediction of `accounting`, in bytes of the device; `None` for tiled MLPs, whose temporaries it does not know.
-struct Predicted(Option<Peaks>);
+/// A prediction of `accounting`, in bytes of the device.
+struct Predicted(Peaks);
 
 impl Predicted {
     fn new(
         config: &DecoderConfig,
         ((loss, tokens), chunk): ((LossKind, i64), i64),
-        mlp: MlpKind,
+        mlp_tile: Option<u64>,
         device: Device,
     ) -> anyhow::Result<Self> {
-        if mlp == MlpKind::Tiled {
-            return Ok(Self(None));
-        }
         let rates = MachineRates::NOMINAL;
         let model = accounting::Decoder::from_config(config)?;
         let work = Workload { batch: 1, sequence: tokens.unsigned_abs() };
@@ -218,6 +216,8 @@ impl Predicted {
         let choices = Choices {
             widens: widens(KIND, device),
             inputs_on_host: true,
+            flash_workspace: device.is_cuda(),
+            mlp_tile,
             loss: match loss {
                 LossKind::Plain => Loss::Eager,
                 LossKind::Fused => Loss::LinearCrossEntropy { tokens: chunk, whole: 0 },
@@ -243,16 +243,16 @@ impl Predicted {
             };
             peaks[phase] = footprint.total.max(peaks[phase]);
         }
-        Ok(Self(Some(Peaks(peaks))))
+        Ok(Self(Peaks(peaks)))
     }
 
-    /// The predicted peak; 0 without a prediction.
     fn peak(&self) -> u64 {
-        self.0.map_or(0, |Peaks(peaks)| peaks.into_iter().max().unwrap_or(0))
+        let Self(Peaks(peaks)) = self;
+        peaks.iter().copied().max().unwrap_or(0)
     }
 
     fn figures(&self) -> Vec<Metric> {
-        let Some(Peaks(peaks)) = self.0 else { return Vec::new() };
+        let Self(Peaks(peaks)) = *self;
         let bytes = |name: &str, value: u64| Metric::exact(name, "B", value as f64);
         let mut metrics = vec![bytes("predicted_peak_bytes", self.peak())];
         let phases = PHASES.into_iter().zip(peaks);
@@ -275,11 +275,9 @@ impl Predicted {
         let peak = peaks.0.into_iter().max().unwrap_or(0);
         let bytes = |name: &str, value: u64| Metric::exact(name, "B", value as f64);
         let mut metrics = self.figures();
-        if self.0.is_some() {
-            let error = (self.peak() as f64 / peak as f64 - 1.0).abs();
-            metrics.push(Metric::exact("prediction_error", "ratio", error));
-        }
+        let error = (self.peak() as f64 / peak as f64 - 1.0).abs();
         metrics.extend([
+            Metric::exact("prediction_error", "ratio", error),
             Metric::of_samples("step_seconds", "s", &total),
             bytes("peak_bytes", peak),
             bytes("host_input_bytes", *host_input_bytes),

@@ -9,6 +9,7 @@ use accounting::memory::recipe::Recipe;
 use accounting::offload::{MOST_PLANNED_SLOTS, OptimizerPlace};
 use lora::{BiasTraining, Init, LoraConfig};
 use models::DecoderConfig;
+use swiglu_ckpt::CheckpointLevel;
 use tch::{Device, Kind};
 use training::activations::{LayerPlan, every_kth};
 
@@ -16,7 +17,7 @@ use super::rates::product_kind;
 use super::{DataShape, KnownRates, choices, recipe, trained_recipe, widens};
 use crate::config::{
     self, ActivationPlan, Bytes, Compute, Config, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier,
-    OptimizerRule,
+    OptimizerRule, Recomputed,
 };
 use crate::error::Result;
 use crate::recipe::Recipe as Applied;
@@ -52,8 +53,9 @@ pub fn job(
     if !matches!(product_kind, Kind::Float | Kind::BFloat16 | Kind::Half) {
         return Err(refused("weights in float64"));
     }
-    if mlp.level.is_some() {
-        return Err(refused("`mlp.level`"));
+    let mlp_tile = mlp.level.as_deref().map(mlp_tile).transpose()?;
+    if mlp_tile.is_some() && (config.adapter.is_some() || config.precision.compute != Compute::Fp32) {
+        return Err(refused("`mlp.level` beside adapters or in mixed precision"));
     }
     if loss.gradients_in_backward {
         return Err(refused("`loss.gradients_in_backward`"));
@@ -104,7 +106,8 @@ pub fn job(
         widens: widens(operands, device),
         tile_bytes: kernels::nf4::tile_bytes(device).unsigned_abs(),
         packs: on_cpu,
-        inputs_on_host: config.keeps_inputs_on_host(),
+        flash_workspace: device.is_cuda(),
+        mlp_tile,
         ..choices(kind, &rates.machine(), tokens)
     };
     Ok(Job {
@@ -121,6 +124,15 @@ pub fn job(
         file_optimizer: rates.file_optimizer,
         on_cpu,
     })
+}
+
+/// The bytes of a tile of the MLPs at a level that keeps their input alone.
+fn mlp_tile(level: &str) -> Result<u64, NotPredicted> {
+    match level.parse::<CheckpointLevel>()? {
+        CheckpointLevel::InputOnlyTiled { bytes } => Ok(bytes),
+        CheckpointLevel::InputOnly => Ok(u64::MAX),
+        other => Err(NotPredicted(format!("`mlp.level` {}", other.name()))),
+    }
 }
 
 /// Returns the tokens whose logits exist at a time in a training that says nothing of it, with weights in `kind`.
@@ -243,6 +255,11 @@ pub fn allowed(config: &Config, layers: usize, device: Device) -> Result<Allowed
             most_slots: offload.ring,
             resident: Some(offload.resident.clone()),
             keep: config.kept_layers(layers)?,
+            inputs_on_host: match activations.plan {
+                // Divided layers keep their inputs on the device.
+                ActivationPlan::Auto if optimizer.zero_stage < 3 => None,
+                _ => Some(config.keeps_inputs_on_host()),
+            },
             optimizer: place(optimizer.place),
         };
         return Ok(Allowed { layers: None, offloaded: Some(offloaded), splits, rows });
@@ -272,8 +289,14 @@ fn offloaded_layers(config: &Config, device: Device) -> Option<OffloadedLayers> 
     };
     let optimizer = if frozen { OptimizerPlace::Device } else { OptimizerPlace::Host };
     let works = |tier: &Tier| {
-        let placement =
-            Placement::Offloaded { tier: *tier, ring: 1, resident: Vec::new(), keep: Vec::new(), optimizer };
+        let placement = Placement::Offloaded {
+            tier: *tier,
+            ring: 1,
+            resident: Vec::new(),
+            keep: Vec::new(),
+            inputs_on_host: false,
+            optimizer,
+        };
         Applied::new(&with_placement(config, &placement)).is_ok()
     };
     let tiers: Vec<Tier> = tiers.into_iter().filter(works).collect();
@@ -282,6 +305,7 @@ fn offloaded_layers(config: &Config, device: Device) -> Option<OffloadedLayers> 
         most_slots: MOST_PLANNED_SLOTS,
         resident: None,
         keep: None,
+        inputs_on_host: None,
         optimizer,
     })
 }
@@ -298,7 +322,7 @@ pub fn with_choice(config: &Config, candidate: &Candidate) -> Config {
 
 fn with_placement(config: &Config, placement: &Placement) -> Config {
     let mut config = config.clone();
-    if let Placement::Offloaded { tier, ring, resident, keep, optimizer } = placement {
+    if let Placement::Offloaded { tier, ring, resident, keep, inputs_on_host, optimizer } = placement {
         let offload = config.offload.unwrap_or_default();
         config.offload = Some(OffloadConfig {
             tier: match tier {
@@ -310,6 +334,10 @@ fn with_placement(config: &Config, placement: &Placement) -> Config {
             keep: Some(keep.clone()),
             ..offload
         });
+        if *inputs_on_host {
+            (config.activations.plan, config.activations.recompute) =
+                (ActivationPlan::Recompute, Recomputed::Offload);
+        }
         config.optimizer.place = match optimizer {
             OptimizerPlace::Device => config::OptimizerPlace::Device,
             OptimizerPlace::Host => config::OptimizerPlace::Host,

@@ -36,8 +36,13 @@ pub struct Choices {
     /// Whether a product packs its weights before it computes, as on a CPU: then the time to read and write them adds up with that of the
     /// FLOPs, and passes over fewer rows take longer.
     pub packs: bool,
-    /// Whether layers that keep their inputs alone keep them in host memory.
+    /// Whether layers that keep their inputs alone keep them in host memory. [`Job`](crate::candidates::Job)s decide this by placement.
     pub inputs_on_host: bool,
+    /// Whether attention runs by flash attention on a GPU, whose backward has a workspace.
+    pub flash_workspace: bool,
+    /// Bytes of the temporaries of MLPs that keep their inputs alone and run over tiles of tokens (`swiglu-ckpt`), `u64::MAX` for all tokens
+    /// at once; `None` for ordinary MLPs.
+    pub mlp_tile: Option<u64>,
 }
 
 impl Default for Choices {
@@ -58,6 +63,8 @@ impl Default for Choices {
             tile_bytes: nf4::CPU_TILE,
             packs: false,
             inputs_on_host: false,
+            flash_workspace: false,
+            mlp_tile: None,
         }
     }
 }

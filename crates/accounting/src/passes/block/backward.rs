@@ -23,18 +23,20 @@ impl Block {
             }
         };
         let gates = recorded.middle || self.learns(&[Gate, Up]);
-        if recorded.feed_forward {
+        if let Some(tiled) = self.tiled.as_ref().filter(|_| recorded.feed_forward) {
+            tracker.make(self.branch_gradient());
+            tiled.backward(tracker);
+            tracker.free(self.branch_gradient());
+        } else if recorded.feed_forward {
             self.project_branch_back(tracker, Down, gates);
         }
-        drop_if(tracker, self.learns(&[Down]), self.wide);
-        if gates {
+        drop_if(tracker, self.learns(&[Down]), self.kept_wide());
+        if gates && self.tiled.is_none() {
             // The product's gradient is a view of a matrix with two owners, so neither gradient can replace it. Then it is
             // freed, and gate and up.
             tracker.make(2 * self.wide);
             tracker.free(3 * self.wide);
-            self.project_norm_back(tracker, Up, self.wide, recorded.middle);
-            self.project_norm_back(tracker, Gate, self.wide, recorded.middle);
-            self.add_back(tracker, recorded.middle);
+            self.project_norm_back(tracker, &[(Up, self.wide), (Gate, self.wide)], recorded.middle);
         }
         drop_if(tracker, self.keeps_second_output(&recorded), self.narrow);
         if recorded.middle {
@@ -77,6 +79,7 @@ impl Block {
             }
         } else if recorded.attention {
             tracker.make(self.query + 2 * self.key);
+            tracker.touch(self.flash_workspace);
             drop_if(tracker, self.keeps_both_outputs(&recorded), self.query);
             // The output's gradient, and the tensors that attention kept, its output among them.
             tracker.free(self.query);
@@ -88,11 +91,8 @@ impl Block {
                 tracker.make(norms.gradients);
                 tracker.free(self.query + self.key + norms.statistics);
             }
-            self.project_norm_back(tracker, Value, self.key, recorded.input);
-            for (which, gradient) in [(Key, self.key), (Query, self.query)] {
-                self.project_norm_back(tracker, which, gradient, recorded.input);
-                self.add_back(tracker, recorded.input);
-            }
+            let gradients = [(Value, self.key), (Key, self.key), (Query, self.query)];
+            self.project_norm_back(tracker, &gradients, recorded.input);
         }
     }
 
@@ -125,14 +125,30 @@ impl Block {
         tracker.free(self.branch_gradient());
     }
 
-    /// [`Block::project_back`] of a product that reads a norm's output; frees the gradient of its result.
-    fn project_norm_back(&self, tracker: &mut PeakTracker, which: Projection, gradient: u64, of_input: bool) {
-        self.project_back(tracker, which, of_input);
-        tracker.free(gradient);
-        tracker.free(self.kept_casts(&[which]));
-        if self.mixed && of_input {
-            tracker.make(self.narrow);
-            tracker.free(self.operand);
+    /// [`Block::project_back`] of all products that read a norm's output, in the order of backward, each with the gradient of its result,
+    /// which is freed; adds their gradients of the input.
+    pub(super) fn project_norm_back(
+        &self,
+        tracker: &mut PeakTracker,
+        all: &[(Projection, u64)],
+        of_input: bool,
+    ) {
+        let which: Vec<Projection> = all.iter().map(|(which, _)| *which).collect();
+        if self.joins(&which) {
+            self.project_joint_back(tracker, &which, of_input);
+            return tracker.free(all.iter().map(|(_, gradient)| gradient).sum());
+        }
+        for (number, &(which, gradient)) in all.iter().enumerate() {
+            self.project_back(tracker, which, of_input);
+            tracker.free(gradient);
+            tracker.free(self.kept_casts(&[which]));
+            if self.mixed && of_input {
+                tracker.make(self.narrow);
+                tracker.free(self.operand);
+            }
+            if number > 0 {
+                self.add_back(tracker, of_input);
+            }
         }
     }
 
@@ -157,6 +173,9 @@ impl Block {
             tracker.make(sizes.narrow_gradients);
             tracker.make(sizes.gradients);
             return tracker.free(sizes.narrow_gradients);
+        }
+        if self.joins(&[which]) {
+            return self.project_joint_back(tracker, &[which], of_input);
         }
         if sizes.unscaled > 0 {
             return self.project_scaled_back(tracker, sizes, of_input);

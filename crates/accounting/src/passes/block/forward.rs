@@ -40,9 +40,7 @@ impl Block {
                 tracker.free(bytes);
             }
         };
-        for which in [Query, Key, Value] {
-            self.project_norm(tracker, which, record);
-        }
+        self.project_norm(tracker, &[Query, Key, Value], record);
         // Each step makes new queries and keys, then frees its inputs: first the norms, then the rotation.
         if let Some(norms) = &self.query_key_norms {
             tracker.make(self.query + self.key + norms.statistics);
@@ -85,12 +83,15 @@ impl Block {
         };
         tracker.make(self.narrow + self.statistic);
         release(tracker, recorded.middle, self.statistic);
-        self.project_norm(tracker, Gate, record);
-        self.project_norm(tracker, Up, record);
-        tracker.make(self.wide);
-        release(tracker, recorded.middle || self.learns(&[Gate, Up]), 2 * self.wide);
-        self.project(tracker, Down, record);
-        release(tracker, self.learns(&[Down]), self.wide);
+        if let Some(tiled) = &self.tiled {
+            tiled.forward(tracker);
+        } else {
+            self.project_norm(tracker, &[Gate, Up], record);
+            tracker.make(self.wide);
+            release(tracker, recorded.middle || self.learns(&[Gate, Up]), 2 * self.wide);
+            self.project(tracker, Down, record);
+            release(tracker, self.learns(&[Down]), self.wide);
+        }
         self.add(tracker);
         release(tracker, self.keeps_second_output(&recorded), self.narrow);
         release(tracker, recorded.middle && !self.keeps_output, self.narrow);
@@ -108,13 +109,18 @@ impl Block {
         tracker.free(cast + self.operand);
     }
 
-    /// [`Block::project`] of a norm's output, which mixed precision casts for each projection.
-    fn project_norm(&self, tracker: &mut PeakTracker, which: Projection, record: bool) {
-        let cast = if self.mixed { self.operand } else { 0 };
-        tracker.make(cast);
-        self.project(tracker, which, record);
-        if !(record && self.learns(&[which])) {
-            tracker.free(cast);
+    /// [`Block::project`] of all projections of a norm's output, which mixed precision casts for each.
+    fn project_norm(&self, tracker: &mut PeakTracker, which: &[Projection], record: bool) {
+        if self.joins(which) {
+            return self.project_joint(tracker, which, record);
+        }
+        for &which in which {
+            let cast = if self.mixed { self.operand } else { 0 };
+            tracker.make(cast);
+            self.project(tracker, which, record);
+            if !(record && self.learns(&[which])) {
+                tracker.free(cast);
+            }
         }
     }
 
@@ -124,6 +130,9 @@ impl Block {
         if !sizes.adapted {
             tracker.make(sizes.output);
             return tracker.touch(sizes.tile);
+        }
+        if self.joins(&[which]) {
+            return self.project_joint(tracker, &[which], record);
         }
         if sizes.unscaled > 0 {
             return self.project_scaled(tracker, sizes, record);

@@ -123,7 +123,7 @@ fn keeping_products(block: &Block, passes: Passes) -> Result<KeptPasses, Error> 
         block.query + block.attended_query,
         2 * block.key,
         block.log_sum_exp,
-        2 * block.wide,
+        2 * block.kept_wide(),
         low,
         unscaled,
     ];
@@ -141,8 +141,8 @@ fn recomputing_mlp(block: &Block, passes: Passes) -> Result<KeptPasses, Error> {
     let Passes { kept: all, keeping, backward, .. } = passes;
     // Tensors that are computed again.
     let low = block.adapter_bytes(&[Gate, Up, Down])?;
-    let product = if block.learns(&[Down]) { block.wide } else { 0 };
-    let again = exact::sum(WHAT, [2 * block.wide, product, low, block.kept_casts(&[Gate, Up])])?;
+    let product = if block.learns(&[Down]) { block.kept_wide() } else { 0 };
+    let again = exact::sum(WHAT, [2 * block.kept_wide(), product, low, block.kept_casts(&[Gate, Up])])?;
     // In mixed precision the recomputed branch keeps its own input: the norm's output.
     let input = if block.mixed { block.narrow } else { 0 };
     // The gradient of the branch is live until the branch's backward is done.

@@ -34,6 +34,8 @@ fn allocations_are_freed_except_listed_tensors() {
                 documents: flag(0) && flag(3),
                 widens: flag(0) && flag(4) && !flag(5),
                 tile_bytes: crate::memory::nf4::CPU_TILE,
+                mlp_tile: None,
+                flash_workspace: false,
             };
             let block = Block::new(model, &options).unwrap();
             let input = flag(3);
@@ -72,6 +74,8 @@ fn a_gpu_keeps_low_rank_products_in_the_dtype_of_the_base() {
             documents: false,
             widens: false,
             tile_bytes: crate::memory::nf4::CPU_TILE,
+            mlp_tile: None,
+            flash_workspace: false,
         };
         let items = Block::new(&model, &options).unwrap().kept(true);
         let of =
@@ -81,4 +85,79 @@ fn a_gpu_keeps_low_rank_products_in_the_dtype_of_the_base() {
     assert_eq!(bytes(&Recipe::BF16, true), [4 * 128 * 8, 0]);
     assert_eq!(bytes(&Recipe::BF16, false), [2 * 128 * 8, 2 * 8 * (896 + 896)]);
     assert_eq!(bytes(&Recipe::FP32, true), bytes(&Recipe::FP32, false));
+}
+
+/// A tiled MLP, alone or with all weights trained, whether one tile suffices or not.
+#[test]
+fn a_tiled_mlp_leaves_what_it_keeps() {
+    for (model, flags) in models().iter().flat_map(|model| (0..32u32).map(move |flags| (model, flags))) {
+        let flag = |bit: u32| flags >> bit & 1 == 1;
+        let options = BlockOptions {
+            tokens: 4096,
+            recipe: if flag(0) { &Recipe::FP32 } else { &Recipe::BF16 },
+            norm: if flag(1) { NormKernel::Output } else { NormKernel::Fused },
+            trained: Trained::Everything,
+            gradients: flag(2),
+            documents: false,
+            widens: flag(3),
+            tile_bytes: 0,
+            flash_workspace: false,
+            mlp_tile: Some(if flag(4) { 4 << 20 } else { u64::MAX }),
+        };
+        let block = Block::new(model, &options).unwrap();
+        let whole = Block::new(model, &BlockOptions { mlp_tile: None, ..options }).unwrap();
+        let kept = |block: &Block| block.kept(true).iter().map(|item| item.bytes).sum::<u64>();
+        // Gate, up and their product.
+        assert_eq!(kept(&whole) - kept(&block), 3 * whole.wide, "{flags:b}");
+        let peaks = [&block, &whole].map(|block| {
+            let input = if block.keeps_output { 0 } else { block.narrow };
+            let mut tracker = PeakTracker::default();
+            block.forward(&mut tracker, true, true);
+            assert_eq!(tracker.live(), u128::from(kept(block) - input + block.narrow), "{flags:b}");
+            block.backward(&mut tracker, true);
+            (tracker.live(), tracker.peak().unwrap())
+        });
+        assert_eq!(peaks[0].0, peaks[1].0, "{flags:b}: gradients");
+        // Without casts and sums in fp32, tiles take less.
+        if flag(0) && flag(4) {
+            assert!(peaks[0].1 < peaks[1].1, "{flags:b}: {peaks:?}");
+        }
+    }
+}
+
+/// The gradients of q, k and v live until the end of one function, which makes one gradient of their input and not three.
+#[test]
+fn joint_projections_make_one_gradient_of_their_input() {
+    let model = presets::find("qwen2.5-0.5b").unwrap();
+    let backward = |on_cpu: bool| {
+        let lora = LowRank { on_cpu, ..LowRank::default() };
+        let options = BlockOptions {
+            tokens: 4096,
+            recipe: &Recipe::FP32,
+            norm: NormKernel::Output,
+            trained: Trained::Adapters(&lora),
+            gradients: false,
+            documents: false,
+            widens: false,
+            tile_bytes: 0,
+            mlp_tile: None,
+            flash_workspace: false,
+        };
+        let block = Block::new(&model, &options).unwrap();
+        let mut tracker = PeakTracker::default();
+        // What attention's backward frees before it, then what the projections keep.
+        let low = [Projection::Query, Projection::Key, Projection::Value]
+            .map(|which| block.projection(which).low + block.projection(which).factors);
+        tracker.make(low.iter().sum::<u64>() + block.query + 2 * block.key);
+        let gradients =
+            [(Projection::Value, block.key), (Projection::Key, block.key), (Projection::Query, block.query)];
+        block.project_norm_back(&mut tracker, &gradients, true);
+        assert_eq!(tracker.live(), u128::from(block.narrow));
+        (tracker.peak().unwrap(), block.narrow, block.query + 2 * block.key, low.iter().sum::<u64>())
+    };
+    let ((separate, narrow, ..), (joint, _, results, low)) = (backward(true), backward(false));
+    let du = 3 * 4 * 4096 * 8;
+    assert_eq!(joint, results + low + du + narrow);
+    // The sum of two gradients is a third tensor.
+    assert!(separate > 3 * narrow && joint < separate, "{joint} {separate}");
 }

@@ -206,7 +206,7 @@ const DECIDED: [&str; 11] = [
     "--budget",
     "--micro-batch-size",
     "--activations",
-    "--recompute",
+    "--recompute-what",
     "--offload",
     "--ring",
     "--resident",
@@ -229,7 +229,7 @@ fn of_training(arguments: &StepArgs, planned: &PlannedStep, is_mixed: bool, budg
     let dtype = dtype.and_then(|dtype| dtype.to_possible_value());
     flags.extend(dtype.map(|dtype| format!("--dtype {}", dtype.get_name())));
     // A plan of several kinds of layers has no flag of its own: it is found again by what was asked.
-    let asked = ["--activations", "--recompute"];
+    let asked = ["--activations", "--recompute-what"];
     let decided: Vec<&str> = DECIDED.into_iter().filter(|flag| !is_mixed || !asked.contains(flag)).collect();
     flags.extend(arguments.flags.typed(&decided));
     if config.data.max_length.is_some() || planned.work.sequence < planned.model.context {
@@ -282,7 +282,7 @@ fn flags(
             Some(LayerPlan::RecomputeAll) => flags.push("--activations recompute".to_owned()),
             _ => flags.push("--activations keep".to_owned()),
         },
-        Placement::Offloaded { tier, ring, resident, keep, optimizer } => {
+        Placement::Offloaded { tier, ring, resident, keep, inputs_on_host, optimizer } => {
             let tier = if *tier == Tier::Host { "host" } else { "file" };
             flags.push(format!("--offload {tier} --ring {ring}"));
             if !resident.is_empty() {
@@ -290,9 +290,15 @@ fn flags(
                 flags.push(format!("--resident {}", layers.join(",")));
             }
             match keep.len() {
-                0 => flags.push("--activations recompute".to_owned()),
                 kept if kept == layers => flags.push("--activations keep".to_owned()),
-                _ => flags.push(format!("--set 'offload.keep={}'", format!("{keep:?}").replace(' ', ""))),
+                _ if *inputs_on_host => {
+                    flags.push("--activations recompute --recompute-what offload".to_owned());
+                }
+                0 => flags.push("--activations recompute".to_owned()),
+                _ => {}
+            }
+            if (1..layers).contains(&keep.len()) {
+                flags.push(format!("--set 'offload.keep={}'", format!("{keep:?}").replace(' ', "")));
             }
             if *optimizer == OptimizerPlace::Host {
                 flags.push("--optimizer-on host".to_owned());
