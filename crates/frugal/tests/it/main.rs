@@ -14,6 +14,7 @@ mod gsm8k_records;
 mod gsm8k_split;
 mod gsm8k_stop_texts;
 mod gsm8k_tokenize;
+mod joint_projections;
 mod layers_over_ranks;
 mod nf4;
 mod pairs;

@@ -31,7 +31,7 @@ const OVERFLOWING: Technique = Technique {
 };
 
 /// Ranks need a micro-batch each, and ZeRO-2 does more than ZeRO-1.
-const DIVIDED: [Technique; 2] = [
+pub(crate) const DIVIDED: [Technique; 2] = [
     Technique {
         name: "stage 2",
         group: "accumulation",
