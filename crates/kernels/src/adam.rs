@@ -19,6 +19,8 @@
 mod cpu;
 pub(crate) mod cuda;
 
+use std::borrow::Borrow;
+
 use runtime::ops::foreach;
 use runtime::ops::optimizer::AdamW;
 use runtime::profile::{Flops, kernel, record_external};
@@ -133,7 +135,7 @@ pub fn adam(tensors: &AdamTensors<'_>, step: &AdamStep) -> Result<()> {
 /// [`Error::Invalid`] for lists of different lengths, and for tensors that [`adam`] refuses.
 pub fn adam_many(
     tensors: &[AdamTensors<'_>],
-    steps: &[Tensor],
+    steps: &[impl Borrow<Tensor>],
     options: AdamW,
     decoupled: bool,
     rate: Option<&Tensor>,
@@ -144,6 +146,7 @@ pub fn adam_many(
             format!("{} tensors and {} numbers of steps; expected one for each", tensors.len(), steps.len());
         return Err(Error::invalid(cpu::NAME, reason));
     }
+    let steps: &[&Tensor] = &steps.iter().map(Borrow::borrow).collect::<Vec<_>>();
     let _no_grad = tch::no_grad_guard();
     // The bias is corrected by 1 − βᵗ with this step in t.
     foreach::add_scalar_(steps, 1.0)?;

@@ -4,13 +4,15 @@ use crate::processor::computes_on;
 use runtime::Result;
 use runtime::autograd::retain::{active, kept};
 use runtime::autograd::{Backward, Forward, Function, apply};
+use runtime::ops::fill_rows_;
 use runtime::precision;
+use runtime::profile::is_counting;
 use runtime::tensor_layout::TensorLayout;
 use smallvec::SmallVec;
 use tch::{Device, Kind, Tensor};
 
 use crate::gpu;
-use crate::matmul::{MIN_DIMENSION, mm, mm_into};
+use crate::matmul::{MIN_DIMENSION, Matrix, mm, mm_into};
 use crate::nf4::Scales;
 
 /// Computes x·Wᵀ + b over the last dimension, in the dtypes of this thread's [`runtime::precision`] policy: x `[…, in]`, W `[out, in]`,
@@ -51,7 +53,7 @@ pub fn product(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Ten
     }
     let mut inputs: SmallVec<[&Tensor; 3]> = SmallVec::from_slice(&[x, weight]);
     inputs.extend(bias);
-    let shape = of_x.size().to_vec();
+    let shape = SmallVec::from_slice(of_x.size());
     let function = Linear { shape, inputs: inputs.len(), saved: [false; 2], by_mm };
     let [y] = apply(function, &inputs)?;
     Ok(y)
@@ -77,7 +79,7 @@ fn is_by_mm(x: &TensorLayout, weight: &TensorLayout, bias: Option<&TensorLayout>
 
 struct Linear {
     /// The shape of x.
-    shape: Vec<i64>,
+    shape: SmallVec<[i64; 4]>,
     /// The number of inputs: three with a bias.
     inputs: usize,
     /// Whether x was saved, and whether the weight was.
@@ -88,17 +90,22 @@ struct Linear {
 
 impl Linear {
     fn product(&self, x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
-        if !self.by_mm {
+        let (of_x, of_weight) = (TensorLayout::of(x)?, TensorLayout::of(weight)?);
+        if !self.by_mm && (bias.is_some() || !is_plain(&of_x, &of_weight)) {
             return Ok(x.f_linear(weight, bias)?);
         }
-        let (rows, out) = (matrix(x)?, weight.size()[0]);
-        let mut product = Tensor::f_empty([rows.size()[0], out], (x.kind(), Device::Cpu))?;
-        if let Some(bias) = bias {
-            product.f_copy_(&bias.f_expand_as(&product)?)?;
+        let view = (!has_rows(&of_x)).then(|| matrix(x)).transpose()?;
+        let mut shape = self.shape.clone();
+        if let (Some(width), [out, _]) = (shape.last_mut(), of_weight.size()) {
+            *width = *out;
         }
-        mm_into(&mut product, &rows, &weight.f_tr()?, bias.is_some())?;
-        let shape = [&self.shape[..self.shape.len() - 1], &[out]].concat();
-        Ok(product.f_view(shape.as_slice())?)
+        let mut product = Tensor::f_empty(&shape[..], (of_x.kind(), Device::Cpu))?;
+        if let Some(bias) = bias {
+            fill_rows_(&mut product, bias)?;
+        }
+        let (x, weight) = (Matrix::rows(view.as_ref().unwrap_or(x)), Matrix::from(weight).transposed());
+        mm_into(&mut product, x, weight, bias.is_some())?;
+        Ok(product)
     }
 }
 
@@ -126,16 +133,47 @@ impl Function for Linear {
         let Some(grad) = grads.into_iter().next().flatten() else {
             return Ok((0..self.inputs).map(|_| None).collect());
         };
-        let grad = matrix(&grad)?;
-        let by_mm = self.by_mm && !ctx.is_recorded();
+        let recorded = ctx.is_recorded();
+        let by_mm = self.by_mm && !recorded;
+        let of_grad = TensorLayout::of(&grad)?;
         let product = |a: &Tensor, b: &Tensor| if by_mm { mm(a, b) } else { Ok(a.f_mm(b)?) };
-        let x_gradient = || -> Result<Tensor> { Ok(product(&grad, &weight)?.f_reshape(&self.shape)?) };
-        let weight_gradient = || -> Result<Tensor> { product(&grad.f_tr()?, &matrix(&x)?) };
-        let bias_gradient = || Ok(grad.f_sum_dim_intlist([0].as_slice(), false, grad.kind())?);
+        let x_gradient = || -> Result<Tensor> {
+            let is_direct = !recorded && is_plain(&of_grad, &TensorLayout::of(&weight)?);
+            if !(is_direct || by_mm && has_rows(&of_grad)) {
+                return Ok(product(&matrix(&grad)?, &weight)?.f_reshape(&self.shape[..])?);
+            }
+            let mut sum = Tensor::f_empty(&self.shape[..], (of_grad.kind(), of_grad.device()))?;
+            mm_into(&mut sum, Matrix::rows(&grad), &weight, false)?;
+            Ok(sum)
+        };
+        let weight_gradient = || -> Result<Tensor> { product(&matrix(&grad)?.f_tr()?, &matrix(&x)?) };
+        let bias_gradient = || Ok(matrix(&grad)?.f_sum_dim_intlist([0].as_slice(), false, of_grad.kind())?);
         let gradients: [&dyn Fn() -> Result<Tensor>; 3] = [&x_gradient, &weight_gradient, &bias_gradient];
         let wanted = gradients.into_iter().take(self.inputs).enumerate();
         wanted.map(|(index, of)| ctx.needs_input_grad(index).then(of).transpose()).collect()
     }
+}
+
+/// Returns whether the tensor is rows of a [`Matrix`] without a copy.
+fn has_rows(x: &TensorLayout) -> bool {
+    x.size().len() == 2 || x.size().len() > 2 && x.is_contiguous()
+}
+
+/// Returns whether [`mm_into`] multiplies by libtorch's operator, and without views of the operands: on a CPU in fp32 or f64, while no
+/// counter has to see the operators of views.
+fn is_plain(x: &TensorLayout, weight: &TensorLayout) -> bool {
+    let (device, kind) = (x.device(), x.kind());
+    let plain = |one: &TensorLayout| {
+        one.is_contiguous() && one.size().len() > 1 && one.is_strided() && !one.is_neg() && one.kind() == kind
+    };
+    let rows = x.numel() as i64 / x.size().last().copied().unwrap_or(1).max(1);
+    computes_on(device)
+        && !gpu::is_chosen(device)
+        && !is_counting()
+        && weight.device() == device
+        && matches!(kind, Kind::Float | Kind::Double)
+        && [x, weight].into_iter().all(plain)
+        && (kind == Kind::Double || rows < MIN_DIMENSION)
 }
 
 /// Views `[…, width]` as rows.

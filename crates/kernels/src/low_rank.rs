@@ -63,7 +63,10 @@ mod group;
 
 pub use base::{base_gradient_into, base_product, base_product_into};
 
+use runtime::tensor_layout::TensorLayout;
+use runtime::tensor_memory::Dense;
 use runtime::{Error, Result};
+use smallvec::SmallVec;
 use tch::{Kind, Tensor};
 
 use crate::dropout::Mask;
@@ -122,12 +125,28 @@ pub fn low_rank_linears(x: &Tensor, projections: &[Affine<'_>]) -> Result<Vec<Te
 /// # Errors
 /// Errors of libtorch.
 pub fn rows(x: &Tensor) -> Result<Tensor> {
-    let size = x.size();
-    let (&width, leading) = size.split_last().unwrap_or((&1, &[]));
+    let layout = TensorLayout::of(x)?;
+    let (&width, leading) = layout.size().split_last().unwrap_or((&1, &[]));
     if leading.len() == 1 {
         return Ok(x.shallow_clone());
     }
     Ok(x.f_reshape([leading.iter().product::<i64>(), width])?)
+}
+
+/// Returns a tensor whose rows are a [`Matrix`](crate::matmul::Matrix): itself, or rows that are viewed or copied.
+fn with_rows(x: &Tensor) -> Result<Dense<'_>> {
+    let layout = TensorLayout::of(x)?;
+    let is_matrix = layout.size().len() == 2 || layout.size().len() > 2 && layout.is_contiguous();
+    Ok(if is_matrix { Dense::Same(x) } else { Dense::Copy(rows(x)?) })
+}
+
+/// Returns `[leading…, width]` for the leading dimensions of `shape`.
+fn with_width(shape: &[i64], width: i64) -> SmallVec<[i64; 4]> {
+    let mut shape = SmallVec::from_slice(shape);
+    if let Some(last) = shape.last_mut() {
+        *last = width;
+    }
+    shape
 }
 
 /// Returns `tensor` in `kind`, without a call if it has it.

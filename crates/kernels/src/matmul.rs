@@ -19,10 +19,11 @@
 //!
 //! Nothing here is recorded by autograd: the caller is a hand-written function, or needs no gradients.
 
+mod matrix;
 mod operators;
 
 use runtime::device::graph::operators_only;
-use runtime::ops::{mm_out, scale_};
+use runtime::ops::{mm_of_rows, mm_out, scale_};
 use runtime::profile::{Flops, is_counting, kernel, record_external};
 use runtime::tensor_layout::TensorLayout;
 use runtime::{Error, Result};
@@ -35,6 +36,8 @@ use crate::operands::{Access, Operands};
 use crate::processor;
 
 pub use crate::gemm::MIN_DIMENSION;
+pub use matrix::Matrix;
+use matrix::rows;
 
 /// Maximum number of vectors of [`matvec`]: from about ten, arithmetic takes as long as reading the weights, unless AMX's tiles multiply.
 pub const FEW: i64 = 16;
@@ -43,21 +46,33 @@ const SMALL: i64 = 1 << 12;
 
 /// Computes `out = a·b`; with `accumulate`, `out += a·b`.
 ///
-/// Shapes: `out [m, n]`, `a [m, k]`, `b [k, n]`, of any strides (`out` row- or column-major), all on one device. `a` and `b` have
+/// Shapes: `out [m, n]`, or contiguous `[…, n]` of m rows, `a [m, k]`, `b [k, n]`, of any strides (`out` row- or column-major), all on one
+/// device. `a` and `b` have
 /// one dtype; `out` has the same, or is fp32 for bf16 and fp16 operands. On the CPU each of the three may be in fp32, bf16 or fp16: if
 /// they differ, products and sums are in fp32. With `k = 0` the product is zero.
 ///
 /// # Errors
 /// Shapes, dtypes or devices that do not match; an output that shares memory with an operand; operands that require a
 /// gradient while gradients are recorded; a choice of [`processor`] that this machine does not support.
-pub fn mm_into(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Result<()> {
-    let matrices = Matrices { out: TensorLayout::of(out)?, a: TensorLayout::of(a)?, b: TensorLayout::of(b)? };
-    matrices.check()?;
+pub fn mm_into<'a, 'b>(
+    out: &mut Tensor,
+    a: impl Into<Matrix<'a>>,
+    b: impl Into<Matrix<'b>>,
+    accumulate: bool,
+) -> Result<()> {
+    let (a, b) = (a.into(), b.into());
+    let matrices = Matrices::of(out, a.layout()?, b.layout()?)?;
     multiply(out, a, b, accumulate, &matrices)
 }
 
 /// [`mm_into`] of matrices that are checked.
-fn multiply(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool, matrices: &Matrices) -> Result<()> {
+fn multiply(
+    out: &mut Tensor,
+    a: Matrix<'_>,
+    b: Matrix<'_>,
+    accumulate: bool,
+    matrices: &Matrices,
+) -> Result<()> {
     let _ = processor::choices()?;
     let [m, n, k] = matrices.dimensions();
     if m * n == 0 {
@@ -69,7 +84,15 @@ fn multiply(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool, matrices
         }
         return Ok(());
     }
-    if matrices.are_of_one_operator() {
+    let are_of_one_operator = matrices.are_of_one_operator();
+    if are_of_one_operator && needs_no_view(&matrices.a, &matrices.b) {
+        return mm_of_rows(out, (a.tensor, a.is_transposed), (b.tensor, b.is_transposed), accumulate);
+    }
+    let (a, b) = (&*a.view()?, &*b.view()?);
+    // Contiguous, if it is no matrix.
+    let mut view = rows(out)?.into_tensor();
+    let out = &mut view;
+    if are_of_one_operator {
         return mm_out(out, a, b, accumulate);
     }
     let widens = matrices.out.kind() == Kind::Float && matrices.a.kind() != Kind::Float;
@@ -93,24 +116,39 @@ fn multiply(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool, matrices
 ///
 /// # Errors
 /// As [`mm_into`].
-pub fn mm(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    product(a, b, TensorLayout::of(a)?, TensorLayout::of(b)?)
+pub fn mm<'a, 'b>(a: impl Into<Matrix<'a>>, b: impl Into<Matrix<'b>>) -> Result<Tensor> {
+    let (a, b) = (a.into(), b.into());
+    product(a, b, a.layout()?, b.layout()?)
 }
 
 /// [`mm`] of matrices of these layouts.
-fn product(a: &Tensor, b: &Tensor, left: TensorLayout, right: TensorLayout) -> Result<Tensor> {
+fn product(a: Matrix<'_>, b: Matrix<'_>, left: TensorLayout, right: TensorLayout) -> Result<Tensor> {
     let (Some(&m), Some(&n)) = (left.size().first(), right.size().last()) else {
         return Err(Error::invalid("matrix product", "a scalar is not a matrix"));
     };
+    let options = (left.kind(), left.device());
     if is_of_one_operator(&left, &right) {
         let _ = processor::choices()?;
-        return Ok(a.f_mm(b)?);
+        if !needs_no_view(&left, &right) {
+            let (a, b) = (a.view()?, b.view()?);
+            return Ok(a.f_mm(&*b)?);
+        }
+        let mut out = Tensor::f_empty([m, n], options)?;
+        mm_of_rows(&mut out, (a.tensor, a.is_transposed), (b.tensor, b.is_transposed), false)?;
+        return Ok(out);
     }
-    let mut out = Tensor::f_empty([m, n], (left.kind(), left.device()))?;
-    let matrices = Matrices { out: TensorLayout::of(&out)?, a: left, b: right };
-    matrices.check()?;
+    let mut out = Tensor::f_empty([m, n], options)?;
+    let matrices = Matrices::of(&out, left, right)?;
     multiply(&mut out, a, b, false, &matrices)?;
     Ok(out)
+}
+
+/// Returns whether libtorch's product reads these operands without a view of them: on a CPU, where no recording or counter has to see the
+/// operators of views.
+fn needs_no_view(a: &TensorLayout, b: &TensorLayout) -> bool {
+    let device = a.device();
+    let is_plain = !a.is_neg() && !b.is_neg();
+    is_plain && processor::computes_on(device) && !gpu::is_chosen(device) && !is_counting()
 }
 
 /// Returns `factor·a·b` in a new tensor of the operands' dtype: one launch on a GPU, a product and a pass over it on a CPU. See
@@ -118,18 +156,19 @@ fn product(a: &Tensor, b: &Tensor, left: TensorLayout, right: TensorLayout) -> R
 ///
 /// # Errors
 /// As [`mm_into`].
-pub fn mm_scaled(a: &Tensor, b: &Tensor, factor: f64) -> Result<Tensor> {
+pub fn mm_scaled<'a, 'b>(a: impl Into<Matrix<'a>>, b: impl Into<Matrix<'b>>, factor: f64) -> Result<Tensor> {
+    let (a, b) = (a.into(), b.into());
+    let (left, right) = (a.layout()?, b.layout()?);
     if factor == 1.0 {
-        return mm(a, b);
+        return product(a, b, left, right);
     }
-    let (left, right) = (TensorLayout::of(a)?, TensorLayout::of(b)?);
     if let (&[m, k], &[_, n]) = (left.size(), right.size())
         && gpu::is_chosen(left.device())
         && m * n * k > 0
     {
         let out = Tensor::f_empty([m, n], (left.kind(), left.device()))?;
-        Matrices { out: TensorLayout::of(&out)?, a: left, b: right }.check()?;
-        operators::mm_scaled(&out, a, b, factor)?;
+        Matrices::of(&out, left, right)?;
+        operators::mm_scaled(&out, &*a.view()?, &*b.view()?, factor)?;
         return Ok(out);
     }
     let mut product = product(a, b, left, right)?;
@@ -142,13 +181,12 @@ pub fn mm_scaled(a: &Tensor, b: &Tensor, factor: f64) -> Result<Tensor> {
 /// # Errors
 /// As [`mm_into`].
 pub fn mm_scaled_into(out: &mut Tensor, a: &Tensor, b: &Tensor, factor: f64) -> Result<()> {
-    let matrices = Matrices { out: TensorLayout::of(out)?, a: TensorLayout::of(a)?, b: TensorLayout::of(b)? };
-    matrices.check()?;
+    let matrices = Matrices::of(out, TensorLayout::of(a)?, TensorLayout::of(b)?)?;
     let [m, n, k] = matrices.dimensions();
     if factor != 1.0 && gpu::is_chosen(matrices.out.device()) && m * n * k > 0 {
         return operators::mm_scaled(out, a, b, factor);
     }
-    multiply(out, a, b, false, &matrices)?;
+    multiply(out, a.into(), b.into(), false, &matrices)?;
     if factor != 1.0 {
         scale_(out, factor)?;
     }
@@ -163,15 +201,14 @@ pub fn mm_widened(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let (left, right) = (TensorLayout::of(a)?, TensorLayout::of(b)?);
     let kind = wide_kind(left.kind());
     if kind == left.kind() {
-        return product(a, b, left, right);
+        return product(a.into(), b.into(), left, right);
     }
     let (Some(&m), Some(&n)) = (left.size().first(), right.size().last()) else {
         return Err(Error::invalid("matrix product", "a scalar is not a matrix"));
     };
     let mut out = Tensor::f_empty([m, n], (kind, left.device()))?;
-    let matrices = Matrices { out: TensorLayout::of(&out)?, a: left, b: right };
-    matrices.check()?;
-    multiply(&mut out, a, b, false, &matrices)?;
+    let matrices = Matrices::of(&out, left, right)?;
+    multiply(&mut out, a.into(), b.into(), false, &matrices)?;
     Ok(out)
 }
 
@@ -185,6 +222,11 @@ pub fn wide_kind(kind: Kind) -> Kind {
 pub fn compute_kind(device: Device, kind: Kind) -> Kind {
     let casts = processor::computes_on(device) && !gpu::is_chosen(device);
     if casts && !processor::multiplies_low_precision(kind) { Kind::Float } else { kind }
+}
+
+/// Returns whether [`matvec`] may be faster than libtorch's product with this weight.
+pub(crate) fn is_matvec(weight: &Tensor, layout: &TensorLayout) -> bool {
+    layout.numel() as i64 >= SMALL || nf4::is_nf4(weight)
 }
 
 /// Computes `x·Wᵀ + b` for a few vectors `x [vectors, in]`, with `weight [out, in]` and `bias [out]`, in `x`'s dtype; `None` if
@@ -289,6 +331,14 @@ struct Matrices {
 }
 
 impl Matrices {
+    /// Describes the matrices of a product into `out`, and checks them.
+    fn of(out: &Tensor, a: TensorLayout, b: TensorLayout) -> Result<Self> {
+        let out = TensorLayout::of(out)?;
+        let matrices = Self { out: out.clone().rows().unwrap_or(out), a, b };
+        matrices.check()?;
+        Ok(matrices)
+    }
+
     /// Refuses matrices that [`mm_into`] cannot multiply.
     fn check(&self) -> Result<()> {
         let refuse = |reason: String| Err(Error::invalid("matrix product", reason));

@@ -267,6 +267,30 @@ struct rt_node {
   SavedList saved;
 };
 
+namespace {
+// Handles that this thread has used, for its next nodes.
+thread_local std::vector<std::unique_ptr<rt_node>> spare_handles;
+constexpr size_t kSpareHandles = 8;
+
+std::unique_ptr<rt_node> new_handle() {
+  if (spare_handles.empty()) return std::make_unique<rt_node>();
+  auto handle = std::move(spare_handles.back());
+  spare_handles.pop_back();
+  return handle;
+}
+
+struct Recycle {
+  void operator()(rt_node* handle) const noexcept {
+    std::unique_ptr<rt_node> owned(handle);
+    owned->node = {};
+    owned->versions.clear();
+    owned->saved.clear();
+    // Reserved for all of them at once, so that this cannot throw.
+    if (spare_handles.size() < spare_handles.capacity()) spare_handles.push_back(std::move(owned));
+  }
+};
+}  // namespace
+
 extern "C" {
 
 rt_status rt_grad_mode(int* enabled) {
@@ -291,7 +315,8 @@ rt_status rt_node_begin(const char* name, size_t name_size, const Tensor* const*
       any = any || needs_grad[i];
     }
     if (*recording && any) {
-      auto made = std::make_unique<rt_node>();
+      spare_handles.reserve(kSpareHandles);
+      auto made = std::unique_ptr<rt_node, Recycle>(new_handle().release());
       torch::autograd::edge_list edges;
       edges.reserve(input_count);
       for (size_t i = 0; i < input_count; i++) {
@@ -307,13 +332,13 @@ rt_status rt_node_begin(const char* name, size_t name_size, const Tensor* const*
 
 void rt_node_save(rt_node* node, const Tensor* tensor) { node->saved.push_back(*tensor); }
 
-void rt_node_free(rt_node* node) { delete node; }
+void rt_node_free(rt_node* node) { Recycle{}(node); }
 
 rt_status rt_node_attach(rt_node* handle, const Tensor* const* inputs, size_t input_count, Tensor* const* outputs,
                          size_t output_count, const bool* differentiable, int twice_differentiable, rt_backward backward,
                          rt_drop drop, void* state) {
   at::GradMode::set_enabled(true);
-  const std::unique_ptr<rt_node> taken(handle);
+  const std::unique_ptr<rt_node, Recycle> taken(handle);
   // Takes the state, whatever fails below.
   std::shared_ptr<void> owned;
   rt_status status = guard([&] { owned = std::shared_ptr<void>(state, drop); });

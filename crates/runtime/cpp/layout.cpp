@@ -4,7 +4,7 @@
 #include <ATen/core/grad_mode.h>
 
 namespace {
-constexpr int64_t kLayoutDims = 8;
+constexpr int64_t kLayoutDims = 4;
 // As `Raw` in src/sys/layout.rs.
 struct TensorLayout {
   int64_t sizes[kLayoutDims];
@@ -27,7 +27,7 @@ bool is_sole_owner(const at::Tensor& tensor) {
 }  // namespace
 
 extern "C" {
-// Describes `tensor` (borrowed): the number of dimensions, sizes and strides of the first eight, the address range of its elements (zero without
+// Describes `tensor` (borrowed): the number of dimensions, sizes and strides of the first four, the address range of its elements (zero without
 // elements), its dtype, its device (the index of a CUDA device, or -1), and the flags above. A tensor that is not defined has the dtype -1.
 rt_status rt_layout(const at::Tensor* tensor, TensorLayout* out) {
   return guard([&] {

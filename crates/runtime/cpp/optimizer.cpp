@@ -2,14 +2,31 @@
 #include "guard.h"
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
+#include <algorithm>
 #include <optional>
 #include <vector>
+
+namespace {
+// Adds to numbers of steps, float scalars: on a CPU without an operator, which would make two tensors of the number for each, unless
+// `as_operators`.
+void add_to_steps(const std::vector<at::Tensor>& numbers, float number, bool as_operators) {
+  const auto is_plain = [](const at::Tensor& one) { return one.is_cpu() && one.scalar_type() == at::kFloat && one.numel() == 1; };
+  if (as_operators || !std::all_of(numbers.begin(), numbers.end(), is_plain)) {
+    at::_foreach_add_(numbers, number);
+    return;
+  }
+  for (const auto& one : numbers) {
+    *one.mutable_data_ptr<float>() += number;
+    one.unsafeGetTensorImpl()->bump_version();
+  }
+}
+}  // namespace
 
 extern "C" {
 // As `RawAdam` in src/sys/optimizer.rs.
 struct rt_adam {
   double lr, beta1, beta2, weight_decay, eps;
-  int32_t decoupled, maximize;
+  int32_t decoupled, maximize, as_operators;
 };
 
 // Runs libtorch's fused kernel without recording gradients: AdamW if decoupled, else Adam. All tensors are borrowed; the five lists have
@@ -38,7 +55,7 @@ rt_status rt_fused_adam(const rt_adam* options, size_t count, const at::Tensor* 
         for (const auto& tensor : *changed) tensor.unsafeGetTensorImpl()->bump_version();
       }
     };
-    at::_foreach_add_(numbers, 1.0);
+    add_to_steps(numbers, 1, options->as_operators != 0);
     try {
       const auto& o = *options;
       const auto step = [&](const auto& lr) {
@@ -56,7 +73,7 @@ rt_status rt_fused_adam(const rt_adam* options, size_t count, const at::Tensor* 
         step(o.lr);
       }
     } catch (...) {
-      at::_foreach_add_(numbers, -1.0);
+      add_to_steps(numbers, -1, options->as_operators != 0);
       bump();
       throw;
     }

@@ -3,11 +3,78 @@
 
 #include "versions.h"
 
+#include <ATen/Dispatch.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mm.h>
+#include <c10/core/InferenceMode.h>
 #include <c10/core/Storage.h>
+#include <algorithm>
+#include <array>
+#include <cstring>
 #include <memory>
+
+namespace {
+// Up to so many elements libtorch's elementwise operators run on one thread.
+constexpr int64_t kFewElements = 32768;
+
+// A tensor that stands for a matrix during one product. A view would be four allocations: a tensor, its versions, its place in a history of
+// views, and a handle.
+struct Slot {
+  Slot() {
+    const c10::InferenceMode counts_versions(false);
+    tensor = at::empty({0}, at::kFloat);
+    none = tensor.storage();
+  }
+
+  at::Tensor tensor;
+  c10::Storage none;
+};
+
+// Makes a slot the matrix of a CPU tensor: the tensor itself, or the rows `[…, width]` of a contiguous one; transposed if `transposed`.
+class Matrix {
+ public:
+  Matrix(Slot& slot, const at::Tensor& source, bool transposed) : slot_(slot) {
+    const auto dims = source.dim();
+    TORCH_CHECK(source.layout() == c10::kStrided && source.is_cpu() && !source.is_neg() && !source.is_conj() &&
+                    (dims == 2 || (dims > 2 && source.is_contiguous())),
+                "expected matrices or contiguous tensors on the CPU, got one of shape ", source.sizes(), " and strides ",
+                source.strides(), " on ", source.device());
+    TORCH_CHECK(!(at::GradMode::is_enabled() && source.requires_grad()), "an operand requires a gradient, which is not recorded here");
+    const int64_t columns = source.size(dims - 1);
+    std::array<int64_t, 2> sizes{dims == 2 ? source.size(0) : 1, columns};
+    std::array<int64_t, 2> strides{dims == 2 ? source.stride(0) : columns, dims == 2 ? source.stride(1) : 1};
+    for (int64_t i = 0; dims > 2 && i < dims - 1; i++) sizes[0] *= source.size(i);
+    if (transposed) {
+      std::swap(sizes[0], sizes[1]);
+      std::swap(strides[0], strides[1]);
+    }
+    auto* impl = slot_.tensor.unsafeGetTensorImpl();
+    impl->set_storage_and_dtype(source.storage(), source.dtype());
+    impl->set_sizes_and_strides(sizes, strides, source.storage_offset());
+  }
+  ~Matrix() { slot_.tensor.unsafeGetTensorImpl()->set_storage_keep_dtype(slot_.none); }
+  Matrix(const Matrix&) = delete;
+  Matrix& operator=(const Matrix&) = delete;
+
+  at::Tensor& tensor() { return slot_.tensor; }
+
+ private:
+  Slot& slot_;
+};
+
+// Whether a loop over the elements is as fast as libtorch's operator, without the tensors that it makes of its scalars.
+bool is_short(const at::Tensor& tensor) {
+  const bool floating = tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble;
+  return floating && tensor.is_cpu() && tensor.is_contiguous() && !tensor.is_neg() && tensor.numel() <= kFewElements;
+}
+// Counts one in-place change.
+void bump(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) tensor.unsafeGetTensorImpl()->bump_version();
+}
+}  // namespace
 
 extern "C" {
 // Bytes without memory, on a device of the prototype: a tensor of bytes with a storage of its own.
@@ -64,11 +131,56 @@ rt_status rt_mm(const at::Tensor* out, const at::Tensor* a, const at::Tensor* b,
   });
 }
 
-// Multiplies the elements of `tensor` (borrowed) by a number.
-rt_status rt_scale(const at::Tensor* tensor, double factor) {
+// Computes out = a·b, or out += a·b, by libtorch's operator. All three are borrowed: strided CPU tensors of one dtype that no graph records,
+// each a matrix or a contiguous tensor whose leading dimensions are rows; a and b are transposed where so given.
+rt_status rt_mm_of_rows(const at::Tensor* out, const at::Tensor* a, int a_transposed, const at::Tensor* b, int b_transposed,
+                        int accumulate) {
+  return guard([&] {
+    static thread_local std::array<Slot, 3> slots;
+    Matrix target(slots[0], *out, false), left(slots[1], *a, a_transposed != 0), right(slots[2], *b, b_transposed != 0);
+    {
+      const at::AutoDispatchBelowADInplaceOrView unrecorded;
+      if (accumulate != 0) {
+        target.tensor().addmm_(left.tensor(), right.tensor());
+      } else {
+        at::mm_out(target.tensor(), left.tensor(), right.tensor());
+      }
+    }
+    bump(*out);
+  });
+}
+
+// Multiplies the elements of `tensor` (borrowed) by a number: by libtorch's operator if `as_operator` or where it is faster.
+rt_status rt_scale(const at::Tensor* tensor, double factor, int as_operator) {
   return guard([&] {
     at::Tensor target = *tensor;
-    target.mul_(factor);
+    if (as_operator != 0 || !is_short(target) || (at::GradMode::is_enabled() && target.requires_grad())) {
+      target.mul_(factor);
+      return;
+    }
+    AT_DISPATCH_FLOATING_TYPES(target.scalar_type(), "rt_scale", [&] {
+      auto* elements = target.mutable_data_ptr<scalar_t>();
+      for (int64_t i = 0; i < target.numel(); i++) elements[i] *= static_cast<scalar_t>(factor);
+    });
+    bump(target);
+  });
+}
+
+// Copies `row` into each row of `target` (both borrowed): `[width]` into `[…, width]`, by libtorch's operators if `as_operator` or where
+// they are faster.
+rt_status rt_fill_rows(const at::Tensor* target, const at::Tensor* row, int as_operator) {
+  return guard([&] {
+    at::Tensor rows = *target;
+    const bool fits = row->dim() == 1 && rows.dim() > 0 && rows.size(-1) == row->size(0) && rows.dtype() == row->dtype();
+    if (as_operator != 0 || !fits || !is_short(rows) || !is_short(*row) || rows.numel() == 0) {
+      rows.copy_(row->expand_as(rows));
+      return;
+    }
+    const size_t bytes = row->nbytes();
+    const auto* from = row->const_data_ptr();
+    auto* to = static_cast<char*>(rows.mutable_data_ptr());
+    for (int64_t i = 0; i < rows.numel() / row->numel(); i++) std::memcpy(to + i * bytes, from, bytes);
+    bump(rows);
   });
 }
 

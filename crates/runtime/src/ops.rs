@@ -32,8 +32,9 @@ use std::borrow::Borrow;
 
 use tch::{Kind, Tensor};
 
+use crate::device::graph::operators_only;
 use crate::error::{Error, Result};
-use crate::profile::{Flops, record_external};
+use crate::profile::{Flops, is_counting, record_external};
 pub use scalar::TryScalar;
 pub use value::Value;
 
@@ -79,12 +80,36 @@ pub fn mm_out(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> Res
     crate::sys::tensor::mm(out, a, b, accumulate)
 }
 
-/// Multiplies the elements of a tensor by a number, in place.
+/// Computes `out = a·b`, or with `accumulate` `out += a·b`, by the operators of [`mm_out`] on the CPU, without a view of an operand.
+///
+/// Each of the three is a matrix, or a contiguous tensor whose leading dimensions are rows, all strided, of one dtype, and on the CPU; `a`
+/// and `b` come with whether they are transposed. No gradient is recorded.
+///
+/// # Errors
+/// Another device, layout or dtype; errors of libtorch: shapes that do not match.
+pub fn mm_of_rows(out: &mut Tensor, a: (&Tensor, bool), b: (&Tensor, bool), accumulate: bool) -> Result<()> {
+    crate::sys::tensor::mm_of_rows(out, a, b, accumulate)
+}
+
+/// Multiplies the elements of a tensor by a number, in place. Few elements on a CPU take no operator, unless one is recorded or counted.
 ///
 /// # Errors
 /// Errors of libtorch: a leaf that requires a gradient, while gradients are recorded.
 pub fn scale_(tensor: &mut Tensor, factor: f64) -> Result<()> {
-    crate::sys::tensor::scale(tensor, factor)
+    crate::sys::tensor::scale(tensor, factor, needs_operators())
+}
+
+/// Copies `row` `[width]` into each row of `target` `[…, width]`. As [`scale_`], few elements on a CPU take no operator.
+///
+/// # Errors
+/// Errors of libtorch: shapes that do not match; a leaf that requires a gradient, while gradients are recorded.
+pub fn fill_rows_(target: &mut Tensor, row: &Tensor) -> Result<()> {
+    crate::sys::tensor::fill_rows(target, row, needs_operators())
+}
+
+/// Returns whether a recording or a counter has to see every operator.
+fn needs_operators() -> bool {
+    operators_only() || is_counting()
 }
 
 /// Copies the elements of a real tensor to the host, in fp64. This waits for the device; concatenate several tensors first to wait

@@ -19,7 +19,7 @@ const CHUNK: u64 = 1024;
 /// tensors.
 pub(crate) fn adam(
     tensors: &[AdamTensors<'_>],
-    steps: &[Tensor],
+    steps: &[&Tensor],
     options: &AdamW,
     decoupled: bool,
     rate: Option<&Tensor>,
@@ -29,7 +29,7 @@ pub(crate) fn adam(
     if !are_ready(device) || options.maximize {
         return Ok(false);
     }
-    for scalar in steps.iter().chain(skip) {
+    for scalar in steps.iter().copied().chain(skip) {
         if (scalar.kind(), scalar.device(), scalar.numel()) != (Kind::Float, device, 1) {
             let reason =
                 format!("a step's number or flag is {scalar:?}; expected one fp32 number on {device:?}");

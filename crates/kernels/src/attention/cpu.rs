@@ -186,8 +186,10 @@ fn backward_of<X: Element>(pass: &Pass, gradients: Gradients, batch: usize) -> R
     let worker_sums = backward::sums::<X>(pass.tokens, pass.head);
     let workers_at_most = threads();
     // Of the allocator that counts, because it grows with the rows.
-    let sums = Tensor::f_empty([(worker_sums * workers_at_most) as i64], (X::Compute::KIND, Device::Cpu))?;
-    let sums_at = sums.data_ptr() as usize;
+    let elements = (worker_sums * workers_at_most) as i64;
+    let sums =
+        (elements > 0).then(|| Tensor::f_empty([elements], (X::Compute::KIND, Device::Cpu))).transpose()?;
+    let sums_at = sums.as_ref().map_or(0, |sums| sums.data_ptr() as usize);
     let kv_heads = pass.heads / pass.group;
     let blocks = pass.tokens.div_ceil(BLOCK);
     let run =

@@ -357,3 +357,40 @@ fn products_of_bf16_into_fp32_depend_on_neither_position_nor_layout() {
         assert_eq!(window, whole.narrow(0, 77, 33).narrow(1, 13, 49), "{k}");
     }
 }
+
+/// Products of rows and of transposed operands, for which no view is made, have the bits of libtorch's operators with views.
+#[test]
+fn products_without_views_have_the_bits_of_those_with_views() {
+    tch::manual_seed(2);
+    for kind in [Kind::Float, Kind::Double] {
+        for (batch, tokens, k, n) in
+            [(1, 1, 1, 1), (1, 1, 7, 3), (2, 3, 1, 5), (2, 8, 64, 8), (1, 16, 300, 96), (3, 1, 5, 1)]
+        {
+            let x = Tensor::randn([batch, tokens, k], (kind, Device::Cpu));
+            let weight = Tensor::randn([n, k], (kind, Device::Cpu));
+            let grad = Tensor::randn([batch, tokens, n], (kind, Device::Cpu));
+            let window = Tensor::randn([n, k + 3], (kind, Device::Cpu)).narrow(1, 2, k);
+            let (flat, flat_grad) = (x.reshape([-1, k]), grad.reshape([-1, n]));
+            let (rows, of_grad) = (Matrix::rows(&x), Matrix::rows(&grad));
+            for weight in [&weight, &window] {
+                let mut y = grad.copy();
+                mm_into(&mut y, rows, Matrix::from(weight).transposed(), true).unwrap();
+                let expected = flat_grad.copy().addmm_(&flat, &weight.tr());
+                assert_eq!(y, expected.reshape([batch, tokens, n]));
+                mm_into(&mut y, rows, Matrix::from(weight).transposed(), false).unwrap();
+                assert_eq!(y, flat.mm(&weight.tr()).reshape([batch, tokens, n]));
+                assert_eq!(mm(of_grad, weight).unwrap(), flat_grad.mm(weight));
+            }
+            assert_eq!(mm(of_grad.transposed(), rows).unwrap(), flat_grad.tr().mm(&flat));
+            assert_eq!(mm(rows.transposed(), of_grad).unwrap(), flat.tr().mm(&flat_grad));
+            assert_eq!(
+                mm_scaled(rows, Matrix::from(&weight).transposed(), 0.7).unwrap(),
+                flat.mm(&weight.tr()) * 0.7
+            );
+        }
+    }
+    let x = Tensor::ones([2, 3, 4], (Kind::Float, Device::Cpu)).transpose(0, 1);
+    let error =
+        mm(Matrix::rows(&x), &Tensor::ones([4, 5], (Kind::Float, Device::Cpu))).unwrap_err().to_string();
+    assert_eq!(error, "matrix product: the rows of a tensor [3, 2, 4] are not contiguous");
+}

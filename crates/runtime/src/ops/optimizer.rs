@@ -123,7 +123,8 @@ fn fused<T: Borrow<Tensor>>(
     }
     let AdamW { lr, beta1, beta2, weight_decay, eps, maximize } = options;
     let (decoupled, maximize) = (decoupled.into(), maximize.into());
-    let options = sys::RawAdam { lr, beta1, beta2, weight_decay, eps, decoupled, maximize };
+    let as_operators = super::needs_operators().into();
+    let options = sys::RawAdam { lr, beta1, beta2, weight_decay, eps, decoupled, maximize, as_operators };
     let (scale, found_inf) =
         unscale.map_or((None, None), |Unscale { scale, found_inf }| (scale, Some(found_inf)));
     // The kernel increments no versions; the call does, so that a graph that saved a parameter detects the change, and caches of casts or

@@ -8,8 +8,8 @@ use torch_sys::C_tensor;
 use super::{Status, check};
 use crate::error::{Error, Result};
 
-/// Dimensions whose sizes and strides come with the call.
-const DIMENSIONS: usize = 8;
+/// Dimensions whose sizes and strides come with the call: few, because layouts are copied often.
+const DIMENSIONS: usize = 4;
 
 const STRIDED: u8 = 1;
 const NEGATED: u8 = 2;
@@ -42,12 +42,12 @@ unsafe extern "C" {
 pub struct TensorLayout {
     raw: Raw,
     kind: Kind,
-    /// Sizes and strides of a tensor of more than 8 dimensions.
+    /// Sizes and strides of a tensor of more than 4 dimensions.
     many: Option<(Vec<i64>, Vec<i64>)>,
 }
 
 impl TensorLayout {
-    /// Describes a tensor. Allocates nothing for one of at most 8 dimensions.
+    /// Describes a tensor. Allocates nothing for one of at most 4 dimensions.
     ///
     /// # Errors
     /// A tensor that is not defined, of a dtype that `tch` does not know, or on another device than a CPU or a CUDA device.
@@ -77,6 +77,38 @@ impl TensorLayout {
     /// Returns the distance of neighbours in each dimension, in elements; zeros for a sparse tensor.
     pub fn stride(&self) -> &[i64] {
         self.many.as_ref().map_or_else(|| &self.raw.strides[..self.raw.dims as usize], |(_, stride)| stride)
+    }
+
+    /// Returns the layout as a matrix of rows, with the leading dimensions as one; `None` for a scalar or a vector, and for a tensor of more
+    /// than two dimensions that is not contiguous or has more than 4.
+    pub fn rows(mut self) -> Option<Self> {
+        match self.size() {
+            [_, _] => Some(self),
+            &[ref leading @ .., width]
+                if leading.len() > 1 && self.is_contiguous() && self.many.is_none() =>
+            {
+                let rows = leading.iter().product();
+                self.raw.sizes[..2].copy_from_slice(&[rows, width]);
+                self.raw.strides[..2].copy_from_slice(&[width, 1]);
+                self.raw.dims = 2;
+                Some(self)
+            }
+            _ => None,
+        }
+    }
+
+    /// Returns the layout of the transposed matrix; itself if it is no matrix.
+    pub fn transposed(mut self) -> Self {
+        if self.raw.dims == 2 {
+            self.raw.sizes.swap(0, 1);
+            self.raw.strides.swap(0, 1);
+            let ([rows, columns, ..], [row, column, ..]) = (self.raw.sizes, self.raw.strides);
+            let is_contiguous =
+                rows * columns == 0 || (columns == 1 || column == 1) && (rows == 1 || row == columns);
+            self.raw.flags =
+                if is_contiguous { self.raw.flags | CONTIGUOUS } else { self.raw.flags & !CONTIGUOUS };
+        }
+        self
     }
 
     /// Returns the number of elements.

@@ -19,6 +19,7 @@ pub(crate) struct RawAdam {
     pub(crate) eps: f64,
     pub(crate) decoupled: i32,
     pub(crate) maximize: i32,
+    pub(crate) as_operators: i32,
 }
 
 unsafe extern "C" {

@@ -14,7 +14,16 @@ unsafe extern "C" {
     fn rt_movable_new(bytes: usize, prototype: *const C_tensor, out: *mut *mut C_tensor) -> Status;
     fn rt_movable_set(movable: *const C_tensor, memory: *const C_tensor) -> Status;
     fn rt_mm(out: *const C_tensor, a: *const C_tensor, b: *const C_tensor, accumulate: c_int) -> Status;
-    fn rt_scale(tensor: *const C_tensor, factor: f64) -> Status;
+    fn rt_mm_of_rows(
+        out: *const C_tensor,
+        a: *const C_tensor,
+        a_transposed: c_int,
+        b: *const C_tensor,
+        b_transposed: c_int,
+        accumulate: c_int,
+    ) -> Status;
+    fn rt_scale(tensor: *const C_tensor, factor: f64, as_operator: c_int) -> Status;
+    fn rt_fill_rows(target: *const C_tensor, row: *const C_tensor, as_operator: c_int) -> Status;
     fn rt_bump_version(tensor: *const C_tensor) -> Status;
     fn rt_identity(tensor: *const C_tensor, identity: *mut usize) -> Status;
     fn rt_is_sole_owner(tensor: *const C_tensor, sole: *mut c_int) -> Status;
@@ -45,10 +54,28 @@ pub(crate) fn mm(out: &mut Tensor, a: &Tensor, b: &Tensor, accumulate: bool) -> 
     unsafe { check(rt_mm(out.as_ptr(), a.as_ptr(), b.as_ptr(), accumulate.into())) }
 }
 
+/// See [`crate::ops::mm_of_rows`], which has checked the tensors.
+pub(crate) fn mm_of_rows(
+    out: &mut Tensor,
+    (a, a_transposed): (&Tensor, bool),
+    (b, b_transposed): (&Tensor, bool),
+    accumulate: bool,
+) -> Result<()> {
+    let (out, a, b) = (out.as_ptr(), a.as_ptr(), b.as_ptr());
+    // SAFETY: the tensors outlive the call; `out` is borrowed mutably.
+    unsafe { check(rt_mm_of_rows(out, a, a_transposed.into(), b, b_transposed.into(), accumulate.into())) }
+}
+
 /// See [`crate::ops::scale_`].
-pub(crate) fn scale(tensor: &mut Tensor, factor: f64) -> Result<()> {
+pub(crate) fn scale(tensor: &mut Tensor, factor: f64, as_operator: bool) -> Result<()> {
     // SAFETY: the tensor outlives the call, and is borrowed mutably.
-    unsafe { check(rt_scale(tensor.as_ptr(), factor)) }
+    unsafe { check(rt_scale(tensor.as_ptr(), factor, as_operator.into())) }
+}
+
+/// See [`crate::ops::fill_rows_`].
+pub(crate) fn fill_rows(target: &mut Tensor, row: &Tensor, as_operator: bool) -> Result<()> {
+    // SAFETY: the tensors outlive the call; the target is borrowed mutably.
+    unsafe { check(rt_fill_rows(target.as_ptr(), row.as_ptr(), as_operator.into())) }
 }
 
 /// Records in libtorch that the tensor's values were changed.

@@ -3,7 +3,7 @@
 use runtime::memory::MovableMemory;
 use runtime::tensor_layout::TensorLayout;
 use runtime::tensor_memory::memory_range;
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, Tensor, kind};
 
 fn check(tensor: &Tensor) {
     let layout = TensorLayout::of(tensor).unwrap();
@@ -62,4 +62,30 @@ fn what_kernels_cannot_take_is_refused() {
     let layout = TensorLayout::of(detached.bytes()).unwrap();
     assert_eq!(layout.size(), [16]);
     assert_eq!(layout.range().unwrap_err().to_string(), "the tensor has elements, but no memory");
+}
+
+#[test]
+fn layouts_of_rows_and_of_transposed_matrices_are_those_of_views() {
+    let x = Tensor::zeros([2, 3, 5], kind::FLOAT_CPU);
+    let describe = |layout: TensorLayout| {
+        (layout.size().to_vec(), layout.stride().to_vec(), layout.is_contiguous(), layout.range().unwrap())
+    };
+    let of = |tensor: &Tensor| TensorLayout::of(tensor).unwrap();
+    let rows = of(&x).rows().unwrap();
+    assert_eq!(describe(rows.clone()), describe(of(&x.view([6, 5]))));
+    assert_eq!(describe(rows.clone().transposed()), describe(of(&x.view([6, 5]).tr())));
+    assert_eq!(describe(rows.clone().transposed().transposed()), describe(rows));
+    for size in [[1, 4], [4, 1], [0, 3]] {
+        let matrix = Tensor::zeros(size, kind::FLOAT_CPU);
+        assert_eq!(describe(of(&matrix).transposed()), describe(of(&matrix.tr())), "{size:?}");
+    }
+    let window = x.get(0).narrow(1, 1, 3);
+    assert_eq!(describe(of(&window).rows().unwrap()), describe(of(&window)));
+    for other in [
+        x.transpose(0, 1),
+        Tensor::zeros([5], kind::FLOAT_CPU),
+        Tensor::zeros([1, 1, 1, 2, 3], kind::FLOAT_CPU),
+    ] {
+        assert!(of(&other).rows().is_none(), "{other:?}");
+    }
 }

@@ -409,3 +409,52 @@ fn settings_round_trip() {
     settings::set_determinism(Determinism::Off).unwrap();
     assert!(!settings::is_deterministic().unwrap());
 }
+
+/// What takes no operator for a few elements has the bits and the versions of the operators.
+#[test]
+fn passes_over_few_elements_have_the_bits_of_operators() {
+    tch::manual_seed(3);
+    for kind in [Kind::Float, Kind::Double, Kind::BFloat16] {
+        for size in [&[][..], &[0, 3], &[5], &[2, 3, 7], &[300, 200]] {
+            let x = Tensor::randn(size, (Kind::Double, Device::Cpu)).to_kind(kind);
+            for factor in [0.3, -1.0, 1e300, f64::NAN] {
+                let (mut ours, mut theirs) = (x.copy(), x.copy());
+                let before = ours.internal_version();
+                ops::scale_(&mut ours, factor).unwrap();
+                let _ = theirs.g_mul_scalar_(factor);
+                assert!(ours.allclose(&theirs, 0.0, 0.0, true), "{kind:?} {size:?} {factor}");
+                assert_eq!(ours.internal_version(), before + 1);
+            }
+            let Some(&width) = size.last() else { continue };
+            let row = Tensor::randn([width], (Kind::Float, Device::Cpu));
+            for row in [row.to_kind(kind), row.to_kind(Kind::Half)] {
+                let mut rows = x.copy();
+                ops::fill_rows_(&mut rows, &row).unwrap();
+                assert_eq!(rows, row.to_kind(kind).expand_as(&rows).copy());
+            }
+        }
+    }
+    let mut rows = Tensor::zeros([2, 3], kind::FLOAT_CPU);
+    assert!(ops::fill_rows_(&mut rows, &Tensor::zeros([2], kind::FLOAT_CPU)).is_err());
+    let mut leaf = rows.set_requires_grad(true);
+    assert!(ops::scale_(&mut leaf, 2.0).unwrap_err().to_string().contains("leaf"));
+}
+
+#[test]
+fn products_of_rows_name_the_operand_that_they_do_not_take() {
+    let [rows, weight] = [[2, 3, 4].as_slice(), &[4, 5]].map(|size| Tensor::ones(size, kind::FLOAT_CPU));
+    let mut out = Tensor::zeros([2, 3, 5], kind::FLOAT_CPU);
+    let before = out.internal_version();
+    ops::mm_of_rows(&mut out, (&rows, false), (&weight, false), false).unwrap();
+    ops::mm_of_rows(&mut out, (&rows, false), (&weight, false), true).unwrap();
+    assert_eq!(values(&out), [8.0; 30]);
+    assert_eq!(out.internal_version(), before + 2);
+    let mut error =
+        |a: &Tensor| ops::mm_of_rows(&mut out, (a, false), (&weight, false), false).unwrap_err().to_string();
+    assert!(
+        error(&rows.transpose(0, 1))
+            .contains("expected matrices or contiguous tensors on the CPU, got one of shape [3, 2, 4]")
+    );
+    assert!(error(&rows.copy().set_requires_grad(true)).contains("an operand requires a gradient"));
+    assert!(error(&rows.narrow(2, 0, 3).copy()).contains("mat1 and mat2 shapes cannot be multiplied"));
+}
