@@ -28,12 +28,15 @@ impl Rule for Fp16Adam {
 
     fn update(&self, tensors: &Tensors<'_>, hyperparameters: Hyperparameters) -> training::Result<()> {
         let _no_grad = GradMode::off();
-        let half = |wide: &[Tensor]| -> training::Result<Vec<Tensor>> {
+        let half = |wide: &[&Tensor]| -> training::Result<Vec<Tensor>> {
             Ok(wide.iter().map(|tensor| tensor.f_to_kind(Kind::Half)).collect::<Result<_, _>>()?)
         };
         let (params, grads) = (half(tensors.params)?, half(tensors.grads)?);
         let slots = tensors.slots.iter().map(|slot| half(slot)).collect::<training::Result<Vec<_>>>()?;
-        self.0.update(&Tensors { params: &params, grads: &grads, slots: &slots }, hyperparameters)?;
+        let of_slots: Vec<Vec<&Tensor>> = slots.iter().map(|slot| slot.iter().collect()).collect();
+        let [of_params, of_grads] = [&params, &grads].map(|list| list.iter().collect::<Vec<&Tensor>>());
+        let halves = Tensors { params: &of_params, grads: &of_grads, slots: &of_slots };
+        self.0.update(&halves, hyperparameters)?;
         let rounded = params.iter().chain(slots.iter().flatten());
         for (wide, rounded) in tensors.params.iter().chain(tensors.slots.iter().flatten()).zip(rounded) {
             wide.shallow_clone().f_copy_(rounded)?;

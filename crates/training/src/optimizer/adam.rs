@@ -4,6 +4,8 @@
 //!
 //! The divisors correct the bias of m and v towards their initial zeros. Two slots.
 
+use std::borrow::Borrow;
+
 use kernels::adam::{AdamTensors, adam_many};
 use runtime::ops::{foreach, optimizer};
 use tch::{Kind, Tensor};
@@ -67,7 +69,7 @@ impl Adam {
     pub(super) fn follow(
         &self,
         tensors: &Tensors<'_>,
-        grads: &[Tensor],
+        grads: &[impl Borrow<Tensor>],
         hyperparameters: Hyperparameters,
     ) -> Result<()> {
         let (means, squares) = (&tensors.slots[0], &tensors.slots[1]);
@@ -97,10 +99,10 @@ impl Adam {
         let options = optimizer::AdamW { lr, beta1, beta2, weight_decay, eps, maximize: false };
         let all: Vec<AdamTensors<'_>> = (0..params.len())
             .map(|index| AdamTensors {
-                gradient: &grads[index],
-                master: &params[index],
-                exp_avg: &slots[0][index],
-                exp_avg_sq: &slots[1][index],
+                gradient: grads[index],
+                master: params[index],
+                exp_avg: slots[0][index],
+                exp_avg_sq: slots[1][index],
                 weight: weights[index].as_ref(),
             })
             .collect();
@@ -114,6 +116,7 @@ impl Adam {
             return Ok(());
         }
         let casts = cast_gradients(params, grads)?;
+        let casts: Option<Vec<&Tensor>> = casts.as_ref().map(|casts| casts.iter().collect());
         let grads = casts.as_deref().unwrap_or(grads);
         let tensors =
             optimizer::AdamWTensors { params, grads, exp_avgs: &slots[0], exp_avg_sqs: &slots[1], steps };

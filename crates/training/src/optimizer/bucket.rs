@@ -2,6 +2,7 @@
 
 use kernels::stochastic_rounding::{self, Rounding, StepNumber, Stream};
 use runtime::tensor_layout::TensorLayout;
+use runtime::tensor_memory::Dense;
 use tch::{Device, Kind, Tensor};
 
 use super::group::{Group, OptimizedParameter};
@@ -17,12 +18,12 @@ const CASTS: u64 = 64 << 20;
 
 /// The arguments of one call.
 #[derive(Debug)]
-struct Bucket {
+struct Bucket<'a> {
     key: (usize, Device, Kind, u64),
-    params: Vec<Tensor>,
-    grads: Vec<Tensor>,
-    slots: Vec<Vec<Tensor>>,
-    steps: Vec<Tensor>,
+    params: Vec<Dense<'a>>,
+    grads: Vec<Dense<'a>>,
+    slots: Vec<Vec<&'a Tensor>>,
+    steps: Vec<&'a Tensor>,
     /// For each parameter the tensor that the model computes with, where that is another one.
     weights: Vec<Option<Tensor>>,
     /// For each of these tensors that is rounded stochastically, its random numbers.
@@ -89,26 +90,33 @@ fn update(
 ) -> Result<()> {
     let StepArguments { rule, implementation, master_weights, .. } = arguments;
     let rule_of = |group: usize| groups[group].rule.as_deref().unwrap_or(rule);
+    let is_fused = |rule: &dyn Rule| implementation == Implementation::Fused && rule.has_fused();
     // All of them before the first update, because memory may be short for the last.
     for Live { parameter, .. } in &mut *live {
         let rule = rule_of(parameter.group);
-        match &mut parameter.state {
-            None => parameter.state = Some(ParameterState::new(rule, &parameter.tensor, master_weights)?),
+        let tensor = &parameter.tensor;
+        let state = match parameter.state.take() {
+            None => ParameterState::new(rule, tensor, master_weights),
+            Some(state) => Ok(state),
+        };
+        let state = parameter.state.insert(state?);
+        if master_weights {
             // The state may have been loaded from a run without master weights, or the weights from elsewhere.
-            Some(state) if master_weights => state.keep_master(&parameter.tensor)?,
-            Some(_) => {}
+            state.keep_master(tensor)?;
+        }
+        if is_fused(rule) {
+            state.keep_device_step(tensor)?;
+        } else {
+            state.device_step = None;
         }
     }
-    let mut buckets: Vec<Bucket> = Vec::new();
-    for Live { parameter, grad, .. } in live {
-        let Some(state) = &mut parameter.state else { continue };
+    let mut buckets: Vec<Bucket<'_>> = Vec::new();
+    for Live { parameter, grad, .. } in &*live {
+        let Some(state) = &parameter.state else { continue };
         let layout = TensorLayout::of(&parameter.tensor)?;
         let kind = work_kind(layout.kind());
         let own = rule_of(parameter.group);
-        let fused = implementation == Implementation::Fused && own.has_fused();
-        if !fused {
-            state.device_step = None;
-        }
+        let fused = is_fused(own);
         // A fused kernel gets each parameter's own step number.
         let number = if fused { 0 } else { state.step + 1 };
         let key = (parameter.group, layout.device(), kind, number);
@@ -121,7 +129,7 @@ fn update(
             buckets.len() - 1
         });
         let bucket = &mut buckets[at];
-        let values = parameter.tensor.f_detach()?;
+        let values = &parameter.tensor;
         let of_grad = TensorLayout::of(grad)?;
         let wide = layout.numel() as u64 * kind.elt_size_in_bytes() as u64;
         let copied =
@@ -132,22 +140,25 @@ fn update(
         bucket.streams.push(parameter.stream.filter(|_| is_half && state.master.is_none()));
         // The fused kernels treat memory as contiguous.
         let (work, weight) = match &state.master {
-            Some(master) => (master.shallow_clone(), Some(values)),
-            None if layout.kind() == kind && layout.is_contiguous() => (values, None),
-            None => (values.f_to_kind(kind)?.f_contiguous()?, Some(values)),
+            Some(master) => (Dense::Same(master), Some(values.shallow_clone())),
+            None if layout.kind() == kind && layout.is_contiguous() => (Dense::Same(values), None),
+            None => {
+                let copy = values.f_detach()?.f_to_kind(kind)?.f_contiguous()?;
+                (Dense::Copy(copy), Some(values.shallow_clone()))
+            }
         };
         bucket.weights.push(weight);
         bucket.params.push(work);
         bucket.grads.push(match of_grad.is_contiguous() {
-            true => grad.shallow_clone(),
-            false => grad.f_detach()?.f_contiguous()?,
+            true => Dense::Same(grad),
+            false => Dense::Copy(grad.f_detach()?.f_contiguous()?),
         });
         for (list, (_, tensor)) in bucket.slots.iter_mut().zip(&state.slots) {
-            list.push(tensor.shallow_clone());
+            list.push(tensor);
         }
         if fused {
             // The kernel increments it: it gets the number before this step.
-            bucket.steps.push(state.device_step(&parameter.tensor)?);
+            bucket.steps.extend(&state.device_step);
         }
         if implementation == Implementation::ForLoop || bucket.casts >= CASTS {
             run(Some(buckets.swap_remove(at)).into_iter(), groups, arguments, changed)?;
@@ -156,8 +167,8 @@ fn update(
     run(buckets.into_iter(), groups, arguments, changed)
 }
 
-fn run(
-    buckets: impl Iterator<Item = Bucket>,
+fn run<'a>(
+    buckets: impl Iterator<Item = Bucket<'a>>,
     groups: &[Group],
     arguments: StepArguments<'_>,
     changed: &mut bool,
@@ -172,6 +183,7 @@ fn run(
             Hyperparameters { lr: group.lr * arguments.factor, weight_decay: group.weight_decay, step };
         let skip = arguments.skip.map(|skip| skip.f_to_device(device)).transpose()?;
         let rate = arguments.rates.map(|rates| rates[number].f_to_device(device)).transpose()?;
+        let [params, grads] = [&params, &grads].map(|list| list.iter().map(|one| &**one).collect::<Vec<_>>());
         let tensors = Tensors { params: &params, grads: &grads, slots: &slots };
         let take =
             |(weight, stream): (&mut Option<Tensor>, &Option<Stream>)| stream.and_then(|_| weight.take());
@@ -187,13 +199,13 @@ fn run(
             done?;
             // The kernel has incremented the numbers. Where it skipped the step, the parameters are numbers of the weights' dtype still,
             // which no rounding changes.
-            round(&stochastic, &params, &streams, |index| StepNumber::Device(&steps[index]))?;
+            round(&stochastic, &params, &streams, |index| StepNumber::Device(steps[index]))?;
             continue;
         }
         let casts = cast_gradients(&params, &grads)?;
-        let grads = casts.as_deref().unwrap_or(&grads);
+        let grads = casts.as_ref().map_or(grads, |casts| casts.iter().collect());
         *changed = true;
-        rule.update(&Tensors { params: &params, grads, slots: &slots }, hyperparameters)?;
+        rule.update(&Tensors { params: &params, grads: &grads, slots: &slots }, hyperparameters)?;
         write_weights(weights, &params)?;
         round(&stochastic, &params, &streams, |_| StepNumber::Host(step))?;
     }
@@ -203,7 +215,7 @@ fn run(
 /// Rounds parameters stochastically into the weights that are given.
 fn round<'a>(
     weights: &[Option<Tensor>],
-    params: &[Tensor],
+    params: &[&Tensor],
     streams: &[Option<Stream>],
     step_of: impl Fn(usize) -> StepNumber<'a>,
 ) -> Result<()> {

@@ -62,11 +62,11 @@ pub struct Hyperparameters {
 #[derive(Debug)]
 pub struct Tensors<'a> {
     /// Parameters, updated in place.
-    pub params: &'a [Tensor],
+    pub params: &'a [&'a Tensor],
     /// Gradients, not changed.
-    pub grads: &'a [Tensor],
+    pub grads: &'a [&'a Tensor],
     /// For each of [`Rule::slots`], one tensor per parameter.
-    pub slots: &'a [Vec<Tensor>],
+    pub slots: &'a [Vec<&'a Tensor>],
 }
 
 impl Tensors<'_> {
@@ -76,7 +76,7 @@ impl Tensors<'_> {
     /// Errors of libtorch.
     pub fn decayed(&self, weight_decay: f64) -> Result<Vec<Tensor>> {
         if weight_decay == 0.0 {
-            return Ok(self.grads.iter().map(Tensor::shallow_clone).collect());
+            return Ok(self.grads.iter().map(|grad| grad.shallow_clone()).collect());
         }
         Ok(foreach::add_scaled(self.grads, self.params, weight_decay)?)
     }
@@ -90,7 +90,7 @@ pub struct FusedStep<'a> {
     /// For each parameter that is a master copy or a cast, the model's tensor, which gets the rounded parameter.
     pub weights: &'a [Option<Tensor>],
     /// For each parameter its number of completed steps, a float scalar on the device, which the kernel increments.
-    pub steps: &'a [Tensor],
+    pub steps: &'a [&'a Tensor],
     /// The hyperparameters; the kernel reads `steps` instead of [`Hyperparameters::step`].
     pub hyperparameters: Hyperparameters,
     /// The learning rate in an fp64 scalar on the device, for a step that a graph repeats: the kernel reads it instead of
@@ -101,8 +101,8 @@ pub struct FusedStep<'a> {
 }
 
 /// Casts gradients to the dtype of `params`, which all have one; `None` if they have it.
-pub(super) fn cast_gradients(params: &[Tensor], grads: &[Tensor]) -> Result<Option<Vec<Tensor>>> {
-    let Some(kind) = params.first().map(Tensor::kind) else { return Ok(None) };
+pub(super) fn cast_gradients(params: &[&Tensor], grads: &[&Tensor]) -> Result<Option<Vec<Tensor>>> {
+    let Some(kind) = params.first().map(|param| param.kind()) else { return Ok(None) };
     if grads.iter().all(|grad| grad.kind() == kind) {
         return Ok(None);
     }
@@ -111,8 +111,8 @@ pub(super) fn cast_gradients(params: &[Tensor], grads: &[Tensor]) -> Result<Opti
 }
 
 /// Rounds each parameter to its tensor in `weights`.
-pub(super) fn write_weights(weights: &[Option<Tensor>], params: &[Tensor]) -> Result<()> {
-    let rounded = weights.iter().zip(params).filter_map(|(weight, param)| Some((weight.as_ref()?, param)));
+pub(super) fn write_weights(weights: &[Option<Tensor>], params: &[&Tensor]) -> Result<()> {
+    let rounded = weights.iter().zip(params).filter_map(|(weight, param)| Some((weight.as_ref()?, *param)));
     let (targets, sources): (Vec<&Tensor>, Vec<&Tensor>) = rounded.unzip();
     Ok(foreach::copy_(&targets, &sources)?)
 }

@@ -94,13 +94,13 @@ impl ParameterState {
         self.written = self.master.as_ref().and_then(|_| WeightVersion::of(parameter).ok());
     }
 
-    /// Returns the float scalar of the step number.
-    pub(super) fn device_step(&mut self, parameter: &Tensor) -> Result<Tensor> {
+    /// Creates the float scalar of the step number, if there is none.
+    pub(super) fn keep_device_step(&mut self, parameter: &Tensor) -> Result<()> {
         if self.device_step.is_none() {
             let options = (Kind::Float, parameter.device());
             self.device_step = Some(Tensor::try_full([] as [i64; 0], self.step as f64, options)?);
         }
-        Ok(self.device_step.as_ref().map(Tensor::shallow_clone).unwrap_or_default())
+        Ok(())
     }
 
     pub(super) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
