@@ -93,7 +93,7 @@ pub(crate) struct Export {
     /// An adapter that PEFT or this program wrote
     #[arg(long, value_name = "FOLDER")]
     adapter: Option<PathBuf>,
-    /// The model, for every format but peft: a folder in Hugging Face's layout, or a name on the hub. For every format: a run's
+    /// The model, for every format but peft: a folder in Hugging Face's layout, a GGUF file, or a name on the hub. For every format: a run's
     /// output folder, for its adapter or model
     #[arg(long, value_name = "NAME_OR_FOLDER")]
     model: Option<String>,
@@ -231,6 +231,7 @@ impl Export {
         let needs_base = self.format != Format::Peft || own.adapter.is_none();
         own.model = needs_base.then_some(target.model);
         own.hub.revision = own.hub.revision.or(target.revision);
+        own.hub.untied |= target.untied;
         Ok(own)
     }
 

@@ -87,7 +87,7 @@ impl Finetune {
             if is_moved || adapter.base_model_name_or_path.is_none() {
                 // A folder's path has to lead to it from anywhere.
                 let base = config.model.name.clone().map(|base| match std::fs::canonicalize(&base) {
-                    Ok(path) if path.is_dir() => path.display().to_string(),
+                    Ok(path) => path.display().to_string(),
                     _ => base,
                 });
                 adapter.base_model_name_or_path = base.or(adapter.base_model_name_or_path.take());
@@ -256,7 +256,11 @@ fn open_base(job: &mut Job<'_>) -> anyhow::Result<Rc<Folder>> {
             "`model.name` is missing; give a folder in Hugging Face's layout or a name on the hub as --model"
         )
     };
-    let hub = HubArgs { revision: config.model.revision.clone(), offline: config.model.offline };
+    let hub = HubArgs {
+        revision: config.model.revision.clone(),
+        offline: config.model.offline,
+        untied: config.model.untied,
+    };
     let folder = common.in_turn("the model", || hub.open(name))?;
     refuse_own_folder(folder.path(), out)?;
     let config = with_own_targets(common, &config, folder.config());

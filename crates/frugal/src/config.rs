@@ -122,7 +122,8 @@ pub enum Task {
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ModelConfig {
-    /// A folder in Hugging Face's layout, a name on the hub, or, for a training from scratch, a `config.json`.
+    /// A folder in Hugging Face's layout, a GGUF file, a name in Ollama's store (`ollama:NAME`), a name on the hub, or, for a training from
+    /// scratch, a `config.json`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub name: Option<String>,
     /// Branch, tag or commit on the hub.
@@ -130,6 +131,8 @@ pub struct ModelConfig {
     pub revision: Option<String>,
     /// Takes models from the hub's cache only, never from the network.
     pub offline: bool,
+    /// Of a GGUF file that holds the embedding again as the output head, keeps both matrices.
+    pub untied: bool,
     /// Dtype of the weights; absent for that of the files, and for float32 in a training from scratch.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dtype: Option<Dtype>,

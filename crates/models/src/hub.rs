@@ -190,6 +190,10 @@ impl Hub {
         if path.is_dir() {
             return Ok(path.to_owned());
         }
+        #[cfg(feature = "gguf")]
+        if let Some(folder) = crate::hugging_face::of_file(name_or_path, false)? {
+            return Ok(folder);
+        }
         if path.is_file() {
             let is_gguf = path.extension().is_some_and(|extension| extension == "gguf");
             let model = if is_gguf { "the model that the GGUF file was made of" } else { "a model" };

@@ -9,6 +9,8 @@
 //! generation_config.json             (optional) end tokens
 //! ```
 //!
+//! With the feature `gguf` a folder may have its weights in a GGUF file (`of_file`).
+//!
 //! Files are memory-mapped. After names and shapes are compared with `config.json`, the model is created without
 //! initialisation, and each tensor's bytes are copied once from the file's pages, with a conversion if another dtype or device
 //! is wanted; then the pages are released. So loading takes no memory beyond the model's own.
@@ -31,6 +33,13 @@
 //! ```
 
 mod bitsandbytes;
+#[cfg(feature = "gguf")]
+mod gguf_folder;
+#[cfg(feature = "gguf")]
+mod gguf_weights;
+#[cfg(not(feature = "gguf"))]
+#[path = "hugging_face/without_gguf.rs"]
+mod gguf_weights;
 mod index;
 mod save;
 mod weights;
@@ -43,6 +52,8 @@ use kernels::nf4::Scales;
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
+#[cfg(feature = "gguf")]
+pub use gguf_folder::of_file;
 pub use save::{ModelFiles, SHARD_BYTES, save, save_with};
 pub(crate) use weights::Weights;
 
@@ -151,6 +162,12 @@ impl Folder {
     /// Returns the padding token (`pad_token_id`, from the same files).
     pub fn pad_token(&self) -> Option<i64> {
         self.pad_token
+    }
+
+    /// Returns the GGUF file that has the weights, for a folder of [`of_file`].
+    #[cfg(feature = "gguf")]
+    pub fn gguf_file(&self) -> Option<&gguf::ModelFile> {
+        self.weights.gguf.as_ref().map(gguf_weights::GgufWeights::file)
     }
 
     /// Returns the path of `tokenizer.json`, if it exists.

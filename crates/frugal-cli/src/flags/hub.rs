@@ -6,7 +6,7 @@ use crate::download_bar;
 use clap::Args;
 use lora::peft::CONFIG_FILE;
 use models::hub::Hub;
-use models::hugging_face::Folder;
+use models::hugging_face::{self, Folder};
 
 /// How the hub is used.
 #[derive(Args, Clone, Debug)]
@@ -17,14 +17,20 @@ pub(crate) struct HubArgs {
     /// Use the hub's cache only, never the network
     #[arg(long)]
     pub(crate) offline: bool,
+    /// Of a GGUF file that holds the embedding again as the output head, keep both
+    #[arg(long)]
+    pub(crate) untied: bool,
 }
 
 impl HubArgs {
-    /// Returns the folder of a model; downloads it if it is not here.
+    /// Returns the folder of a model; downloads it if it is not here. That of a GGUF file is made in the user's cache.
     ///
     /// # Errors
-    /// No such folder and no such model.
+    /// No such folder and no such model; a GGUF file that cannot be read.
     pub(crate) fn resolve(&self, model: &str) -> anyhow::Result<PathBuf> {
+        if let Some(folder) = self.of_file(model)? {
+            return Ok(folder);
+        }
         let is_preset = accounting::presets::names().any(|name| name.eq_ignore_ascii_case(model));
         if is_preset && !Path::new(model).exists() {
             anyhow::bail!(
@@ -34,6 +40,14 @@ impl HubArgs {
         }
         let hub = Hub { progress: Some(download_bar::terminal_bar()), ..Hub::from_env(self.offline) };
         Ok(hub.resolve(model, self.revision.as_deref())?)
+    }
+
+    /// Returns the folder of a GGUF file or of a model in Ollama's store; `None` for another name.
+    ///
+    /// # Errors
+    /// A file that cannot be read.
+    pub(crate) fn of_file(&self, model: &str) -> anyhow::Result<Option<PathBuf>> {
+        Ok(hugging_face::of_file(model, self.untied)?)
     }
 
     /// Opens the folder of a model; downloads it if it is not here.

@@ -18,7 +18,8 @@ use crate::folder::run_model::{Target, WhichArgs};
 /// The model.
 #[derive(Args, Clone, Debug)]
 pub(crate) struct ModelArgs {
-    /// A folder in Hugging Face's layout, a name on the hub, such as Qwen/Qwen2.5-0.5B, or the output folder of a training
+    /// A folder in Hugging Face's layout, a GGUF file, a name in Ollama's store (ollama:NAME), a name on the hub, such as
+    /// Qwen/Qwen2.5-0.5B, or the output folder of a training
     #[arg(long, value_name = "NAME_OR_FOLDER")]
     pub(crate) model: String,
     #[command(flatten)]
@@ -70,8 +71,11 @@ impl ModelArgs {
     }
 }
 
-/// Says that a model's head is not what its `config.json` says.
+/// Says that a model's head is not what its `config.json` says, and what a GGUF file's reader says.
 pub(crate) fn note_own_head(common: &Common, folder: &Folder) {
+    for note in folder.gguf_file().into_iter().flat_map(|file| file.notes()) {
+        common.note(&format!("note: {note}"));
+    }
     if folder.has_own_head() {
         common.note(&format!(
                 "note: {}: config.json ties the head to the embedding, but the files have a head with other values; it is used, as by \

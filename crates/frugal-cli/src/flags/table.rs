@@ -116,10 +116,11 @@ const IN_FILE: [&str; 2] = ["config", "set"];
 static TABLE: [&[Flag]; 25] = [
     flags! { OPTIONS, FINETUNE;
         "model.name", "--model" ~ "--base-model" ~ "--model-name" ~ "--model-name-or-path" => text("NAME_OR_FOLDER"),
-            "A folder in Hugging Face's layout, a name on the hub, such as Qwen/Qwen2.5-0.5B, or the output folder of a training of all weights",
+            "A folder in Hugging Face's layout, a GGUF file, a name in Ollama's store (ollama:NAME), a name on the hub, such as Qwen/Qwen2.5-0.5B, or the output folder of a training of all weights",
             |argument| argument.required_unless_present_any(IN_FILE);
         "model.revision", "--revision" => text("REVISION"), "Branch, tag or commit on the hub";
         "model.offline", "--offline" => switch("true"), "Use the hub's cache only, never the network";
+        "model.untied", "--untied" => switch("true"), "Of a GGUF file that holds the embedding again as the output head, keep both";
         "model.dtype", "--dtype" => choice::<Dtype>("DTYPE"), "Dtype of the weights [default: that of the files]";
         "", "--method" => choice::<MethodArg>("METHOD"), "What is trained [default: lora]";
     },

@@ -57,6 +57,7 @@ pub(crate) fn refuse(common: &Common, config: &Config) -> anyhow::Result<()> {
                 "training.baseline",
                 "model.revision",
                 "model.offline",
+                "model.untied",
             ],
             are_read: !is_train,
             readers: FINETUNE,

@@ -46,6 +46,8 @@ pub(crate) struct Target {
     note: Option<String>,
     /// The revision of the model that it was trained with.
     pub(crate) revision: Option<String>,
+    /// Whether a training kept both matrices of a GGUF file that holds the embedding again.
+    pub(crate) untied: bool,
     /// Whether an adapter was trained over its base in NF4.
     pub(crate) is_over_nf4: bool,
     /// The base that an adapter names which is given beside the model.
@@ -140,6 +142,7 @@ impl Target {
         };
         let note = Some(format!("{shown}: {text} ({})", path.display()));
         let revision = config.model.revision.clone();
+        let untied = config.model.untied;
         let is_over_nf4 = is_adapter && config.model.dtype == Some(Dtype::Nf4);
         // The files that it was trained with are beside its weights, whatever became of those that its flags named.
         let mut data = config.data;
@@ -156,7 +159,7 @@ impl Target {
             }
             false => (path.display().to_string(), None),
         };
-        Ok(Self { model, adapter, data: Some(data), note, revision, is_over_nf4, other_base: None })
+        Ok(Self { model, adapter, data: Some(data), note, revision, untied, is_over_nf4, other_base: None })
     }
 
     /// Takes an adapter that is given beside the model, with what its folder says of its training.
@@ -215,7 +218,7 @@ impl Target {
     /// As [`HubArgs::open`].
     pub(crate) fn open(&self, hub: &HubArgs) -> anyhow::Result<Folder> {
         let revision = hub.revision.clone().or_else(|| self.revision.clone());
-        HubArgs { revision, ..hub.clone() }.open(&self.model)
+        HubArgs { revision, untied: hub.untied || self.untied, ..hub.clone() }.open(&self.model)
     }
 }
 

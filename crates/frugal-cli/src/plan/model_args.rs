@@ -98,10 +98,8 @@ impl ModelArgs {
             }
             return Ok(decoder);
         }
-        if path.extension().is_some_and(|extension| extension == "gguf") {
-            anyhow::bail!(
-                "{name}: a plan reads config.json, which a GGUF file does not contain; give the folder that the GGUF file was exported from"
-            );
+        if let Some(folder) = self.hub.of_file(name)? {
+            return Ok(Decoder::read(&folder.join(CONFIG))?);
         }
         if path.exists() || path.extension().is_some_and(|extension| extension == "json") {
             return Ok(Decoder::read(path)?);
@@ -125,6 +123,9 @@ impl ModelArgs {
     pub(crate) fn folder(&self) -> Option<PathBuf> {
         let name = self.source.model.as_deref()?;
         let path = Path::new(name);
+        if let Ok(Some(folder)) = self.hub.of_file(name) {
+            return Some(folder);
+        }
         if path.is_file() {
             return path.parent().filter(|_| path.ends_with(CONFIG)).map(Path::to_owned);
         }
@@ -137,6 +138,11 @@ impl ModelArgs {
     /// Returns the dtype of the weights in the model's folder; without weights, the dtype in its `config.json`.
     pub(crate) fn kind(&self) -> Option<Kind> {
         let folder = self.folder()?;
+        if let Ok(folder) = Folder::open(&folder)
+            && folder.gguf_file().is_some()
+        {
+            return folder.kind().ok();
+        }
         let has_weights = std::fs::read_dir(&folder).ok()?.flatten().any(|entry| {
             Path::new(&entry.file_name()).extension().is_some_and(|extension| extension == "safetensors")
         });

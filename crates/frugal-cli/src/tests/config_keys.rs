@@ -16,10 +16,11 @@ type Case = (&'static str, &'static str, &'static str);
 const BASE: [Case; 2] =
     [("model.name", "\"@model\"", "--model @model"), ("data.source", "\"@my\"", "--data @my")];
 
-const FINETUNE: [Case; 67] = [
+const FINETUNE: [Case; 68] = [
     ("method", "\"dora\"", "--method dora"),
     ("model.revision", "\"v1\"", "--revision v1"),
     ("model.offline", "true", "--offline"),
+    ("model.untied", "true", "--untied"),
     ("model.dtype", "\"bfloat16\"", "--dtype bf16"),
     ("model.freeze", "\"embed.*\"", ""),
     ("data.format", "\"rows\"", "--format rows"),

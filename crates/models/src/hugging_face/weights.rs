@@ -8,6 +8,7 @@ use kernels::nf4::{self, Scales};
 use tch::{Device, Kind, Tensor};
 
 use super::bitsandbytes::{self, Locations, Quantized};
+use super::gguf_weights::GgufWeights;
 use super::index::Index;
 use super::{INDEX, PREFIX, SINGLE, contents};
 use crate::error::{Error, Result};
@@ -28,6 +29,8 @@ pub(crate) struct Weights {
     quantized: BTreeMap<String, Quantized>,
     /// By name: what belongs to them.
     pub(super) beside: Locations,
+    /// The weights of a folder whose weights stay in a GGUF file; all else here is empty then.
+    pub(super) gguf: Option<GgufWeights>,
 }
 
 impl Weights {
@@ -40,6 +43,9 @@ impl Weights {
     }
 
     fn open_folder(path: &Path) -> Result<Self> {
+        if let Some(gguf) = GgufWeights::open(path)? {
+            return Ok(Self { gguf: Some(gguf), ..Self::collect(path, Vec::new())? });
+        }
         if path.join(SINGLE).is_file() {
             return Self::collect(path, vec![TensorsFile::open(&path.join(SINGLE))?]);
         }
@@ -106,7 +112,7 @@ impl Weights {
             };
             quantized.insert(name.to_owned(), bitsandbytes::read(&files, &beside, codes, name)?);
         }
-        Ok(Self { path: path.to_owned(), files, locations, quantized, beside })
+        Ok(Self { path: path.to_owned(), files, locations, quantized, beside, gguf: None })
     }
 
     /// Decides whether the head is the embedding, as transformers 5 does: a configuration that ties them is followed unless the files have
@@ -147,8 +153,10 @@ impl Weights {
 
     /// Compares names and shapes with those that a configuration requires.
     pub(super) fn check_against(&self, config: &DecoderConfig, config_path: &Path) -> Result<()> {
-        // A layer has several tensors, so this bounds the list of expected ones.
-        if usize::try_from(config.num_hidden_layers).is_ok_and(|layers| layers > self.locations.len()) {
+        // A layer has several tensors, so this bounds the list of expected ones. A GGUF file is compared as it is opened.
+        if self.gguf.is_none()
+            && usize::try_from(config.num_hidden_layers).is_ok_and(|layers| layers > self.locations.len())
+        {
             let (layers, found) = (config.num_hidden_layers, self.locations.len());
             let reason = format!(
                 "`num_hidden_layers` is {layers}, but the weights are {found} tensors; these files belong to different models"
@@ -160,6 +168,9 @@ impl Weights {
 
     /// Returns the dtype that all tensors share; that of the quantized ones if there are any.
     pub(super) fn kind(&self) -> Result<Kind> {
+        if let Some(gguf) = &self.gguf {
+            return Ok(gguf.kind());
+        }
         if let Some(first) = self.quantized.values().next() {
             if self.quantized.values().all(|other| other.scales == first.scales) {
                 return Ok(first.scales.kind());
@@ -218,26 +229,24 @@ impl Weights {
     /// Copies one tensor, by the model's name, quantizing or dequantizing it if the target and the files differ in that; returns whether
     /// there is one of that name.
     pub(super) fn copy_one(&self, name: &str, target: &Tensor) -> Result<bool> {
-        let Some(location) = self.locations.get(name) else { return Ok(false) };
-        let (file, entry) = self.entry(*location);
+        let Some(shape) = self.shape(name) else { return Ok(false) };
         let values = match (self.quantized.get(name), nf4::is_nf4(target)) {
-            (None, false) => return file.copy(entry, target).map(|()| true),
+            (None, false) => return self.copy_values(name, target).map(|()| true),
             (Some(quantized), true) => self.packed(name, quantized)?,
             (Some(quantized), false) => nf4::dequantize(&self.packed(name, quantized)?, target.kind())?,
             (None, true) => {
                 // From the values that a model in bf16 has.
-                let dense = Tensor::f_empty(&entry.shape, (Kind::BFloat16, Device::Cpu))?;
-                file.copy(entry, &dense)?;
+                let dense = Tensor::f_empty(&shape, (Kind::BFloat16, Device::Cpu))?;
+                self.copy_values(name, &dense)?;
                 nf4::quantize(&dense, Scales::of(target.kind()).unwrap_or(Scales::Nested))?
             }
         };
         if (values.kind(), values.size()) != (target.kind(), target.size()) {
             let (shape, expected) = (values.size(), target.size());
             return Err(Error::file(
-                file.path(),
+                &self.path,
                 format!(
-                    "`{}` is {:?} {shape:?}; expected {:?} {expected:?}",
-                    entry.name,
+                    "`{name}` is {:?} {shape:?}; expected {:?} {expected:?}",
                     values.kind(),
                     target.kind()
                 ),
@@ -248,12 +257,33 @@ impl Weights {
         Ok(true)
     }
 
+    /// Copies values that are not in NF4 into a tensor.
+    fn copy_values(&self, name: &str, target: &Tensor) -> Result<()> {
+        match (&self.gguf, self.locations.get(name)) {
+            (Some(gguf), _) => gguf.copy(name, target),
+            (None, Some(location)) => {
+                let (file, entry) = self.entry(*location);
+                file.copy(entry, target)
+            }
+            (None, None) => Err(Error::file(&self.path, format!("`{name}` is missing"))),
+        }
+    }
+
+    /// The shape of a tensor's values; `None` for a name that the files do not contain.
+    fn shape(&self, name: &str) -> Option<Vec<i64>> {
+        match (&self.gguf, self.quantized.get(name)) {
+            (Some(gguf), _) => gguf.shape(name),
+            (None, Some(quantized)) => Some(quantized.shape.to_vec()),
+            (None, None) => Some(self.entry(*self.locations.get(name)?).1.shape.clone()),
+        }
+    }
+
     fn check(&self, targets: &[(String, Vec<i64>)]) -> Result<()> {
-        let shape = |name: &str, index| match self.quantized.get(name) {
-            Some(quantized) => quantized.shape.to_vec(),
-            None => self.entry(index).1.shape.clone(),
+        let names: Vec<&str> = match &self.gguf {
+            Some(gguf) => gguf.names().collect(),
+            None => self.locations.keys().map(String::as_str).collect(),
         };
-        let given = self.locations.iter().map(|(name, index)| (&**name, shape(name, *index))).collect();
+        let given = names.into_iter().map(|name| (name, self.shape(name).unwrap_or_default())).collect();
         check_fit(targets, &given, &self.path.display().to_string())
     }
 
