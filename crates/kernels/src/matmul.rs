@@ -131,7 +131,7 @@ fn product(a: Matrix<'_>, b: Matrix<'_>, left: TensorLayout, right: TensorLayout
         let _ = processor::choices()?;
         if !needs_no_view(&left, &right) {
             let (a, b) = (a.view()?, b.view()?);
-            return Ok(a.f_mm(&*b)?);
+            return Ok(a.f_mm(&b)?);
         }
         let mut out = Tensor::f_empty([m, n], options)?;
         mm_of_rows(&mut out, (a.tensor, a.is_transposed), (b.tensor, b.is_transposed), false)?;

@@ -121,7 +121,7 @@ fn scaling(
     }
 }
 
-/// Returns Llama 3's parameters, of which a file has only the divisors d of the frequencies ω: with s the largest divisor,
+/// Returns Llama 3's parameters. A file has only the divisors d of the frequencies ω; with s the largest divisor,
 /// (1/d - 1/s)/(1 - 1/s) = (o·ω/2π - low)/(high - low), clamped to 0 and 1. All published models have low 1, high 4 and o 8192; other ones
 /// are fitted with low = 1, because only two of the three numbers follow from the divisors.
 fn llama3(metadata: &Metadata<'_>, divisors: &[f32], base: f64, rotated: u64) -> Result<Json> {
@@ -178,5 +178,5 @@ fn line(points: &[(f64, f64)]) -> Option<(f64, f64)> {
         (over + (point.0 - x) * (point.1 - y), under + (point.0 - x).powi(2))
     });
     let slope = over / under;
-    (points.len() > 1 && slope.is_finite() && slope > 0.0).then(|| (slope, y - slope * x))
+    (points.len() > 1 && slope.is_finite() && slope > 0.0).then_some((slope, y - slope * x))
 }

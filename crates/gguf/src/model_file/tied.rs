@@ -43,8 +43,9 @@ pub(super) fn finer(files: &[Reader], one: Place, other: Place) -> Result<Option
         let square = |x: f32| f64::from(x) * f64::from(x);
         let norm: f64 = a.iter().chain(&b).map(|x| square(*x)).sum::<f64>() / 2.0;
         let distance: f64 = a.iter().zip(&b).map(|(a, b)| square(a - b)).sum();
-        // False also for what is not finite.
-        if !(distance <= coarser * coarser * norm) {
+        // Not for values that are not finite, either.
+        let is_close = distance <= coarser * coarser * norm;
+        if !is_close {
             return Ok(None);
         }
     }
