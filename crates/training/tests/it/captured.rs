@@ -107,9 +107,12 @@ impl Batches for Packed {
     }
 }
 
-/// Copies of the weights of each best evaluation.
+/// The step of a best evaluation, and copies of its weights.
+type StepWeights = (u64, Vec<Tensor>);
+
+/// The weights of each best evaluation.
 #[derive(Clone, Default)]
-struct Kept(Arc<Mutex<Vec<(u64, Vec<Tensor>)>>>);
+struct Kept(Arc<Mutex<Vec<StepWeights>>>);
 
 impl BestWeights for Kept {
     fn keep(&mut self, model: &dyn LanguageModel, optimizer: &dyn Optimizer, best: &Best) -> Result<()> {

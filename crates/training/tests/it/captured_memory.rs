@@ -22,9 +22,11 @@ const STEPS: u64 = 14;
 /// From here on, batches are large.
 const LARGE_FROM: u64 = 7;
 
-/// Losses and norms to the last bit, and the notes.
+/// The loss and the norm of each step, to the last bit, and the notes.
+type StepsAndNotes = (Vec<[u64; 2]>, Vec<String>);
+
 #[derive(Clone, Default)]
-struct Log(Arc<Mutex<(Vec<[u64; 2]>, Vec<String>)>>);
+struct Log(Arc<Mutex<StepsAndNotes>>);
 
 impl Observer for Log {
     fn on_step(&mut self, record: &StepRecord) -> Result<()> {
