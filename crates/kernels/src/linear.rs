@@ -138,8 +138,8 @@ impl Function for Linear {
         let of_grad = TensorLayout::of(&grad)?;
         let product = |a: &Tensor, b: &Tensor| if by_mm { mm(a, b) } else { Ok(a.f_mm(b)?) };
         let x_gradient = || -> Result<Tensor> {
-            let is_direct = !recorded && is_plain(&of_grad, &TensorLayout::of(&weight)?);
-            if !(is_direct || by_mm && has_rows(&of_grad)) {
+            // A view, which the function before this one does not overwrite: `accounting` counts on it.
+            if recorded || !is_plain(&of_grad, &TensorLayout::of(&weight)?) {
                 return Ok(product(&matrix(&grad)?, &weight)?.f_reshape(&self.shape[..])?);
             }
             let mut sum = Tensor::f_empty(&self.shape[..], (of_grad.kind(), of_grad.device()))?;

@@ -89,11 +89,11 @@ fn the_memory_of_a_step_for_people(session: &Session) {
         qwen2.5-0.5b, 494,032,768 parameters
         all weights are trained, 4 batches of 8 × 512 tokens; 17.3 GiB for tensors
 
-        question                                                             answer      peak  host memory            the next one                                                                   plan
-        ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-        largest batch, its rows at once                                         329  17.3 GiB     6.45 GiB            does not fit                   recompute 23 of 24 layers from inputs in host memory
-        longest row                                                          32,768  16.8 GiB            –  too long for the model                  recompute the MLP of 21 of 24 layers, 1 row at a time
-        largest model of the family      99.2 B (156 layers, hidden 5824, 91 heads)  17.3 GiB     1.58 TiB            does not fit  layers in host memory, ring 1, optimizer on the host, 1 row at a time
+        question                                                            answer      peak  host memory            the next one                                                                                                plan
+        ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+        largest batch, its rows at once                                        504  17.3 GiB     15.2 GiB            does not fit  layers in host memory, ring 1, activations of 1 kept, inputs in host memory, optimizer on the host
+        longest row                                                         32,768  16.8 GiB            –  too long for the model                                               recompute the MLP of 21 of 24 layers, 1 row at a time
+        largest model of the family      113 B (163 layers, hidden 6086, 98 heads)  17.3 GiB     1.81 TiB            does not fit        layers in host memory, ring 1, inputs in host memory, optimizer on the host, 1 row at a time
 
         Each question varies one thing and keeps the others. The largest model keeps the vocabulary, the head size
         and the ratios of widths and depth.
@@ -178,13 +178,15 @@ fn a_plan_for_a_card(session: &Session) {
         4090 in bf16   1.200e14 FLOP/s of products, 1.008e12 B/s of memory, 2.500e10 B/s of loads
         step           adapters of rank 8 on q,k,v,o, 4 batches of 4 × 2,048 tokens
 
-          plan                                                                         peak    step
-          keep all                                                                 38.0 GiB  8.11 s  does not fit: 28.3 GiB too much
-          recompute 27 of 28 layers from inputs in host memory                     16.2 GiB  11.7 s  does not fit: 6.52 GiB too much
-          layers in host memory, ring 2, 1 resident, activations of 5 kept         9.68 GiB  11.1 s
-        ▸ layers in host memory, ring 4, activations of 12 kept, 2 rows at a time  9.65 GiB  10.4 s  chosen: the fastest that fits
-          layers in host memory, ring 1                                            5.89 GiB  15.8 s
-          layers in host memory, ring 1, 1 row at a time                           3.40 GiB  27.9 s
+          plan                                                                             peak    step
+          keep all                                                                     38.0 GiB  8.11 s  does not fit: 28.3 GiB too much
+          recompute 27 of 28 layers from inputs in host memory                         16.2 GiB  11.7 s  does not fit: 6.52 GiB too much
+          layers in host memory, ring 2, 1 resident, activations of 5 kept             9.68 GiB  11.1 s
+        ▸ layers in host memory, ring 4, activations of 12 kept, 2 rows at a time      9.65 GiB  10.4 s  chosen: the fastest that fits
+          layers in host memory, ring 2, activations of 7 kept, inputs in host memory  9.62 GiB  10.9 s
+          layers in host memory, ring 1                                                5.89 GiB  15.8 s
+          layers in host memory, ring 1, inputs in host memory                         4.46 GiB  15.8 s
+          layers in host memory, ring 1, inputs in host memory, 1 row at a time        3.04 GiB  27.9 s
 
         at the peak                               backward of layer 27
           fixed weights                           2.03 GiB
@@ -197,7 +199,7 @@ fn a_plan_for_a_card(session: &Session) {
         tokens that hide loads, forward           4,800
         tokens that hide loads, backward, frozen  2,400
         more memory                               --budget 40551MiB: keep all, 8.11 s a step
-        less memory                               --budget 6276MiB: layers in host memory, ring 1, 15.8 s a step
+        less memory                               --budget 10256MiB: layers in host memory, ring 2, activations of 7 kept, inputs in host memory, 10.9 s a step
         flags of finetune                         --offload host --ring 4 --set 'offload.keep=[16,17,18,19,20,21,22,23,24,25,26,27]' --micro-batch-size 2 --dtype bfloat16 --max-length 2048 --budget 10GiB
     "#]].assert_eq(&plan(session, &flags));
     let text = plan(session, &[&flags[..], &["--json"]].concat());

@@ -11,10 +11,11 @@ const FACADE: &str = "frugal";
 /// Packages that only a program needs.
 const FOR_PROGRAMS: [&str; 4] = ["anyhow", "clap", "indicatif", "report"];
 /// Crates that every technique may build on; all other libraries are techniques.
-const LAYERS: [&str; 10] = [
+const LAYERS: [&str; 11] = [
     "report",
     "files",
     "decoder",
+    "gguf",
     "accounting",
     "trace",
     "runtime",
