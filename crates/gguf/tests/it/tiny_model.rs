@@ -208,7 +208,7 @@ pub(crate) fn write_tensors(path: &Path, tensors: &[(String, Vec<u64>)]) {
     fs::write(path, [&(header.len() as u64).to_le_bytes()[..], header.as_bytes(), &data].concat()).unwrap();
 }
 
-/// A byte-level tokenizer: 256 bytes, two special tokens, one merge, and one added token that is none of control.
+/// A byte-level tokenizer: 256 bytes, two special tokens, one merge, and one added token that is not a control token.
 pub(crate) fn byte_level_tokenizer() -> Value {
     let mut alphabet: Vec<char> = ('!'..='~').chain('¡'..='¬').chain('®'..='ÿ').collect();
     alphabet.extend((0..256 - alphabet.len() as u32).map(|n| char::from_u32(256 + n).unwrap()));

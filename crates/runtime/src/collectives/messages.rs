@@ -140,7 +140,7 @@ impl Group {
             .map_err(|cause| self.fail(operation, pending.peer, &cause))
     }
 
-    /// Declares the group dead, unless it is, and returns its first failure. The other ranks are told, and asked.
+    /// Declares the group dead, unless it is, and returns its first failure. Sends the failure to the other ranks, and asks for theirs.
     pub(super) fn fail(&self, operation: &Operation, peer: Option<usize>, cause: &dyn Display) -> Error {
         let cause = cause.to_string();
         let failure = CollectiveError {

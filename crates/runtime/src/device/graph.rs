@@ -57,7 +57,7 @@ impl std::fmt::Debug for CapturedStep {
 }
 
 impl CapturedStep {
-    /// Runs `body` twice, each of which computes, the second time from the graph that it captures ([`Capture::run`]).
+    /// Runs `body` twice: once eagerly, then from the graph that it captures ([`Capture::run`]). Both runs compute.
     ///
     /// # Errors
     /// Those of [`Capture::new`] and [`Capture::run`]. After a failure nothing is captured, and the device works as before.

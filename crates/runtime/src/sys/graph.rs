@@ -129,8 +129,8 @@ mod tests {
         Invalid,
     }
 
-    /// A model of libtorch's `CUDAGraph::capture_end`: CUDA ends the stream's capture in any case, and libtorch's allocators are told
-    /// only if CUDA returned no error.
+    /// A model of libtorch's `CUDAGraph::capture_end`: CUDA ends the stream's capture in any case, and libtorch ends its allocators'
+    /// capture only if CUDA returned no error.
     struct Model {
         stream: Capturing,
         allocators_capture: bool,
