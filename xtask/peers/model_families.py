@@ -45,12 +45,17 @@ def cases(wide):
         num_attention_heads=heads, num_key_value_heads=groups, max_position_embeddings=256, **COMMON,
     )
     own = dict(sizes, head_dim=head)
+    experts = dict(moe_intermediate_size=20 if wide else 12, num_experts=8 if wide else 4, num_experts_per_tok=3 if wide else 2)
     pattern = [SLIDING if (layer + 1) % (3 if wide else 2) else FULL for layer in range(layers)]
     # Heads of 8; 4 columns, two pairs, rotate.
     phi = dict(sizes, hidden_size=4 * heads, num_attention_heads=heads // 2, num_key_value_heads=groups // 2)
     long = dict(
         rope_type="longrope", rope_theta=10000.0, short_factor=[1.0, 1.25], long_factor=[3.0, 5.5],
         original_max_position_embeddings=12, partial_rotary_factor=0.5,
+    )
+    yarn = dict(
+        rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=32, beta_fast=4.0, truncate=False,
+        mscale=0.5, mscale_all_dim=1.5,
     )
     llama3 = dict(
         rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
@@ -64,6 +69,14 @@ def cases(wide):
         "qwen3": ("Qwen3", dict(
             own, rope_parameters=DEFAULT, use_sliding_window=True, sliding_window=window, max_window_layers=1,
             attention_bias=True, tie_word_embeddings=True)),
+        "qwen3_yarn": ("Qwen3", dict(own, rope_parameters=yarn)),
+        # Of four experts, two for each token; every layer, and the second alone.
+        "qwen3_moe": ("Qwen3Moe", dict(
+            own, rope_parameters=DEFAULT, use_sliding_window=True, sliding_window=window, attention_bias=True, **experts,
+            norm_topk_prob=True)),
+        "qwen3_moe_some": ("Qwen3Moe", dict(
+            own, rope_parameters=DEFAULT, **experts, norm_topk_prob=False, decoder_sparse_step=2 if wide else 1,
+            mlp_only_layers=[0, 3] if wide else [0], tie_word_embeddings=True)),
         "mistral": ("Mistral", dict(own, rope_parameters=DEFAULT, sliding_window=window)),
         "smollm3": ("SmolLM3", dict(
             sizes, rope_parameters=DEFAULT, no_rope_layers=[int(layer != 1) for layer in range(layers)], use_sliding_window=True,
@@ -90,7 +103,9 @@ def config_of(name, options):
 
 
 def load(folder, where="."):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder / where, dtype=torch.float32, attn_implementation="eager").eval()
+    config = transformers.AutoConfig.from_pretrained(folder / where)
+    config._attn_implementation = config._experts_implementation = "eager"
+    return transformers.AutoModelForCausalLM.from_pretrained(folder / where, config=config, dtype=torch.float32).eval()
 
 
 def summary(gradient):
@@ -100,10 +115,24 @@ def summary(gradient):
     return torch.stack([flat.norm(), flat @ torch.sin(index + 1), flat @ torch.cos(0.7 * index)])
 
 
+def of_experts(name, gradient):
+    """Names and gradients of the experts' own tensors, which files have, for a tensor that holds those of all experts."""
+    for expert, one in enumerate(gradient):
+        if name.endswith("gate_up_proj"):
+            for part, half in zip(("gate_proj", "up_proj"), one.chunk(2)):
+                yield name.replace("gate_up_proj", f"{expert}.{part}.weight"), half
+        else:
+            yield name.replace("down_proj", f"{expert}.down_proj.weight"), one
+
+
 def summaries(model):
     """Those of every trained tensor, in the order of their names."""
-    trained = {name.replace(".default", ""): tensor for name, tensor in model.named_parameters() if tensor.requires_grad}
-    return torch.stack([summary(trained[name].grad) for name in sorted(trained)])
+    trained = {}
+    for name, tensor in model.named_parameters():
+        if tensor.requires_grad:
+            name = name.replace(".default", "")
+            trained |= dict(of_experts(name, tensor.grad)) if ".experts." in name else {name: tensor.grad}
+    return torch.stack([summary(trained[name]) for name in sorted(trained)])
 
 
 def forward(model, inputs):
@@ -137,7 +166,7 @@ def make(folder, name, options, wide, seed):
     if folder.exists():
         shutil.rmtree(folder)
     config = config_of(name, options)
-    config._attn_implementation = "eager"
+    config._attn_implementation = config._experts_implementation = "eager"
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -174,7 +203,8 @@ def make(folder, name, options, wide, seed):
 
     torch.manual_seed(seed + 1)
     adapted = peft.get_peft_model(load(folder), peft.LoraConfig(
-        r=2, lora_alpha=6, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")).eval()
+        r=2, lora_alpha=6, lora_dropout=0.0, task_type="CAUSAL_LM",
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"] if "Moe" in name else "all-linear")).eval()
     with torch.no_grad():
         for parameter in adapted.parameters():
             if parameter.requires_grad:

@@ -169,6 +169,13 @@ impl LowRank {
                 "give a model of the family qwen2 or llama",
             ));
         }
+        let of_mlp = [Projection::Gate, Projection::Up, Projection::Down];
+        if model.experts.is_some() && of_mlp.iter().any(|projection| self.targets.has(*projection)) {
+            return Err(refusal(
+                format!("adapters on the experts of {}", model.family.model_type()),
+                "name projections of the attention: q, k, v, o",
+            ));
+        }
         if self.targets == Targets::NONE {
             return Err(refusal("adapters on no projection".into(), "name at least one target"));
         }

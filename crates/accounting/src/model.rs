@@ -10,6 +10,7 @@
 //! | [`Qwen2`](Family::Qwen2) | `d → hk`, `d → nk` × 2 with biases | SwiGLU `3 · d · f` | RMSNorm | rotary |
 //! | [`Llama`](Family::Llama), [`Mistral`](Family::Mistral), [`SmolLm3`](Family::SmolLm3), [`Granite`](Family::Granite) | the same, without biases | SwiGLU `3 · d · f` | RMSNorm | rotary |
 //! | [`Qwen3`](Family::Qwen3) | the same, queries and keys normalised per head | SwiGLU `3 · d · f` | RMSNorm | rotary |
+//! | [`Qwen3Moe`](Family::Qwen3Moe) | as Qwen3 | SwiGLU `3 · d · f` in each of the experts, a router | RMSNorm | rotary |
 //! | [`Olmo2`](Family::Olmo2) | the same, queries and keys normalised as a whole | SwiGLU `3 · d · f` | RMSNorm after each branch | rotary |
 //! | [`Phi3`](Family::Phi3) | one `d → hk + 2nk` | SwiGLU, `d → 2f` and `f → d` | RMSNorm | rotary |
 //! | [`Gemma3`](Family::Gemma3) ([`Gemma2`](Family::Gemma2)) | as Qwen3 (Llama) | GELU-gated, `3 · d · f` | RMSNorm × 4 | rotary |
@@ -25,12 +26,15 @@
 use std::ops::Deref;
 use std::path::Path;
 
-use decoder::{DecoderConfig, NormPlacement, Projection, QueryKeyNorm, Width};
+use decoder::{DecoderConfig, NormPlacement, Projection, QueryKeyNorm, ROUTER, Width};
 
 use crate::exact::positive;
 use crate::{Error, exact};
 
-pub use decoder::{Family, Sizes, WindowedLayers};
+pub use decoder::{ExpertSizes, Family, Sizes, WindowedLayers};
+
+/// Maximum number of experts of a layer.
+const MAX_EXPERTS: u64 = 1 << 11;
 
 /// A decoder with consistent sizes whose parameters can be counted in 64 bits.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -64,6 +68,10 @@ impl Decoder {
             ("head-dim", sizes.head_dim),
             ("feed-forward", sizes.feed_forward),
             ("the window", sizes.windows.map_or(1, |windows| windows.tokens)),
+            ("layers with experts", sizes.experts.map_or(1, |experts| experts.layers)),
+            ("experts", sizes.experts.map_or(1, |experts| experts.count)),
+            ("experts of a token", sizes.experts.map_or(1, |experts| experts.per_token)),
+            ("feed-forward of an expert", sizes.experts.map_or(1, |experts| experts.feed_forward)),
         ] {
             positive(what, value)?;
         }
@@ -110,6 +118,25 @@ impl Decoder {
                 format!("{} of {layers} layers have a window", windows.layers),
                 "give at most as many as the model has".into(),
             );
+        }
+        if let Some(experts) = sizes.experts {
+            if !family.facts().has_experts {
+                return wrong(
+                    format!("{} has a mixture of experts", family.model_type()),
+                    "give a family that has one".into(),
+                );
+            }
+            if experts.layers > layers || experts.per_token > experts.count || experts.count > MAX_EXPERTS {
+                return wrong(
+                    format!(
+                        "{} of {layers} layers have {} experts, of which a token has {}",
+                        experts.layers, experts.count, experts.per_token
+                    ),
+                    format!(
+                        "give at most the layers of the model, {MAX_EXPERTS} experts, and a token at most all"
+                    ),
+                );
+            }
         }
         let windows = sizes.windows.filter(|windows| windows.layers > 0);
         let model = Self { sizes: Sizes { windows, ..sizes } };
@@ -211,8 +238,47 @@ impl Decoder {
         })
     }
 
-    /// Returns the matrix products with weights of one block, in order of execution.
+    /// Returns whether the layers are all alike, or an error with the mixture of experts that only some have.
+    pub(crate) fn check_uniform(&self) -> Result<(), Error> {
+        match self.experts.filter(|experts| experts.layers < self.layers) {
+            None => Ok(()),
+            Some(experts) => Err(Error::Shape {
+                what: format!("{} of {} layers have experts", experts.layers, self.layers),
+                remedy: "only its number of parameters is predicted; give a model whose layers are alike"
+                    .into(),
+            }),
+        }
+    }
+
+    /// Returns the matrix products with weights of one block, in order of execution. Of a mixture of experts, a token computes
+    /// `per_token` of them: each of the expert's three products is one that is as many times as wide.
+    ///
+    /// # Errors
+    /// Widths beyond 64 bits; layers of which only some have experts.
     pub fn block_linears(&self) -> Result<Vec<Linear>, Error> {
+        self.check_uniform()?;
+        let mut linears = self.dense_linears()?;
+        if let Some(experts) = self.experts {
+            let active =
+                exact::product("width of a token's experts", &[experts.per_token, experts.feed_forward])?;
+            let is_mlp = |linear: &&mut Linear| linear.part == Part::FeedForward;
+            for linear in linears.iter_mut().filter(is_mlp) {
+                let width =
+                    if linear.name.ends_with("down_proj") { &mut linear.inputs } else { &mut linear.outputs };
+                *width = active;
+            }
+            linears.push(self.router(experts));
+        }
+        Ok(linears)
+    }
+
+    /// The router of a mixture of experts.
+    pub(crate) fn router(&self, experts: ExpertSizes) -> Linear {
+        Linear::new(ROUTER, Part::FeedForward, self.hidden, experts.count, false)
+    }
+
+    /// The products of a block with an ordinary MLP.
+    pub(crate) fn dense_linears(&self) -> Result<Vec<Linear>, Error> {
         let linear = |projection: &Projection| {
             let part = if projection.is_attention() { Part::Attention } else { Part::FeedForward };
             let (inputs, outputs) =
@@ -241,6 +307,7 @@ impl Decoder {
 pub const fn has_modelled_passes(family: Family) -> bool {
     family.is_swiglu()
         && family.has_separate_projections()
+        && !family.facts().has_experts
         && matches!(family.facts().norms, NormPlacement::Pre)
 }
 

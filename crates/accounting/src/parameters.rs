@@ -5,7 +5,9 @@
 //! is written once, as the embedding. GPT-2's `Conv1D` keeps its weights as `[inputs, outputs]`, the other families
 //! as `[outputs, inputs]`.
 
-use crate::model::{Decoder, Family, Linear, Part};
+use decoder::{EXPERT_PROJECTIONS, expert_projection};
+
+use crate::model::{Decoder, ExpertSizes, Family, Linear, Part};
 use crate::{Error, exact};
 
 /// Blocks beyond this number are counted, but not listed.
@@ -59,10 +61,29 @@ impl Decoder {
             "number of parameters",
             [
                 count(&self.tensors_before_blocks())?,
-                exact::product("parameters of all blocks", &[self.layers, self.block_parameters()?])?,
+                self.all_block_parameters()?,
                 count(&self.tensors_after_blocks())?,
             ],
         )
+    }
+
+    /// Returns the number of parameters that compute a token: all but those of the experts that it is not routed to.
+    pub fn active_parameters(&self) -> Result<u64, Error> {
+        let total = self.parameters()?;
+        let Some(experts) = self.experts else { return Ok(total) };
+        let idle = experts.count - experts.per_token;
+        let terms = [experts.layers, idle, 3, self.hidden, experts.feed_forward];
+        Ok(total - exact::product("parameters of idle experts", &terms)?)
+    }
+
+    fn all_block_parameters(&self) -> Result<u64, Error> {
+        const WHAT: &str = "parameters of all blocks";
+        let sparse = self.experts.map_or(0, |experts| experts.layers);
+        let of_layers = |layers: u64, experts| match layers {
+            0 => Ok(0),
+            _ => exact::product(WHAT, &[layers, count(&self.block_tensors_with(experts)?)?]),
+        };
+        exact::sum(WHAT, [of_layers(self.layers - sparse, None)?, of_layers(sparse, self.experts)?])
     }
 
     /// Returns the number of parameters of one block.
@@ -153,12 +174,19 @@ impl Decoder {
         tensors
     }
 
+    /// The tensors of each block, without the block's prefix; an error if only some layers have experts.
     pub(crate) fn block_tensors(&self) -> Result<Vec<ParameterTensor>, Error> {
+        self.check_uniform()?;
+        self.block_tensors_with(self.experts)
+    }
+
+    /// The tensors of a block with these experts in place of the MLP, or with the MLP.
+    fn block_tensors_with(&self, experts: Option<ExpertSizes>) -> Result<Vec<ParameterTensor>, Error> {
         // The order of the models' modules: `sharding` cuts its buckets along it.
         let norms = self.family.norm_names();
         let (norms_before, norms_after) =
             if self.family == Family::Gpt2 { (norms, &[][..]) } else { (&[][..], norms) };
-        let linears = self.block_linears()?;
+        let linears = self.dense_linears()?;
         let (attention, others): (Vec<&Linear>, Vec<&Linear>) =
             linears.iter().partition(|linear| linear.part == Part::Attention);
         let mut tensors: Vec<_> = norms_before.iter().flat_map(|name| self.norm_tensors(name)).collect();
@@ -168,7 +196,20 @@ impl Decoder {
         {
             tensors.push(tensor(&format!("{name}.weight"), &[width], Part::Norm));
         }
-        tensors.extend(others.into_iter().flat_map(|linear| self.linear_tensors(linear)));
+        match experts {
+            None => tensors.extend(others.into_iter().flat_map(|linear| self.linear_tensors(linear))),
+            Some(experts) => {
+                let (hidden, inner) = (self.hidden, experts.feed_forward);
+                tensors.extend(self.linear_tensors(&self.router(experts)));
+                let shapes = [[inner, hidden], [inner, hidden], [hidden, inner]];
+                for expert in 0..experts.count {
+                    tensors.extend(EXPERT_PROJECTIONS.iter().zip(&shapes).map(|(name, shape)| {
+                        let name = format!("{}.weight", expert_projection(expert, name));
+                        tensor(&name, shape, Part::FeedForward)
+                    }));
+                }
+            }
+        }
         tensors.extend(norms_after.iter().flat_map(|name| self.norm_tensors(name)));
         Ok(tensors)
     }
@@ -217,7 +258,7 @@ fn count(tensors: &[ParameterTensor]) -> Result<u64, Error> {
 
 #[cfg(test)]
 mod tests {
-    use crate::model::{Decoder, Family, Sizes};
+    use crate::model::{Decoder, ExpertSizes, Family, Sizes};
     use crate::presets;
 
     #[test]
@@ -285,9 +326,50 @@ mod tests {
                 tied,
                 attention_bias: false,
                 mlp_bias: false,
+                experts: None,
                 windows: None,
             });
             assert_eq!(model.unwrap().parameters().unwrap(), parameters, "{family:?}");
+        }
+    }
+
+    /// Qwen3-30B-A3B and Qwen3-235B-A22B: totals of the safetensors files, and the active parameters of the model cards, which round
+    /// 3.3 and 22 billion.
+    #[test]
+    fn published_parameter_counts_of_mixtures() {
+        for (sizes, experts, total, active) in [
+            ([2048, 48, 32, 4, 6144], [128, 8, 768], 30_532_122_624_u64, 3_353_032_704_u64),
+            ([4096, 94, 64, 4, 12288], [128, 8, 1536], 235_093_634_560, 22_190_763_520),
+        ] {
+            let [hidden, layers, heads, kv_heads, feed_forward] = sizes;
+            let [count, per_token, inner] = experts;
+            let qwen3 = presets::find("qwen3-0.6b").unwrap();
+            let mixture = |layers| ExpertSizes { layers, count, per_token, feed_forward: inner };
+            let sizes = Sizes {
+                family: Family::Qwen3Moe,
+                embedding: hidden,
+                hidden,
+                layers,
+                heads,
+                kv_heads,
+                feed_forward,
+                tied: false,
+                experts: Some(mixture(layers)),
+                ..*qwen3
+            };
+            let model = Decoder::new(sizes).unwrap();
+            assert_eq!((model.parameters().unwrap(), model.active_parameters().unwrap()), (total, active));
+            let listed = model.parameter_tensors().unwrap();
+            assert_eq!(listed.iter().map(|tensor| tensor.elements().unwrap()).sum::<u64>(), total);
+            assert_eq!(model.product_parameters().unwrap(), {
+                let norms = layers * (2 * hidden + 2 * 128) + hidden;
+                active - norms - model.vocabulary * hidden
+            });
+            let some = Decoder::new(Sizes { experts: Some(mixture(layers - 1)), ..sizes }).unwrap();
+            let difference = hidden * (count + 3 * count * inner) - 3 * hidden * feed_forward;
+            assert_eq!(total - some.parameters().unwrap(), difference);
+            assert!(some.block_linears().unwrap_err().to_string().contains("layers have experts"));
+            assert!(model.check_passes(8).unwrap_err().to_string().contains("qwen3_moe are not modelled"));
         }
     }
 

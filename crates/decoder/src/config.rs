@@ -2,6 +2,7 @@
 
 mod file;
 mod layers;
+mod mixture;
 mod rope_file;
 mod sizes_file;
 mod window_file;
@@ -13,6 +14,7 @@ use serde_json::error::Category;
 use serde_json::{Map, Value};
 
 pub use layers::{LayerType, LongRope};
+pub use mixture::Mixture;
 pub use rope_file::{RopeFields, RopeSpellings};
 
 use crate::error::{Error, Result};
@@ -111,6 +113,8 @@ pub struct DecoderConfig {
     pub attn_logit_softcapping: Option<f64>,
     /// The same of logits, after their division.
     pub final_logit_softcapping: Option<f64>,
+    /// The experts of the layers that have some.
+    pub mixture: Option<Mixture>,
     /// How attention is computed. Not in the file.
     pub attention: AttentionPath,
     /// The file's other fields, which are written again: tokens, versions, options of other programs.
@@ -151,6 +155,7 @@ impl DecoderConfig {
             logits_scaling: 1.0,
             attn_logit_softcapping: None,
             final_logit_softcapping: None,
+            mixture: None,
             attention: AttentionPath::Fused,
             other_fields: Map::new(),
         }
@@ -246,6 +251,7 @@ impl DecoderConfig {
             }
         }
         self.check_layers()?;
+        self.check_mixture()?;
         for rope in [Some(&self.rope), self.local_rope.as_ref()].into_iter().flatten() {
             if let Err(cause) = rope.angles(self.rotary_dim()) {
                 return config(format!("the scaling of the rotary embedding: {cause}"));

@@ -93,6 +93,8 @@ pub struct Facts {
     pub has_unrotated_layers: bool,
     /// Whether `partial_rotary_factor` limits the columns of a head that rotate, and `longrope` may scale them.
     pub has_partial_rotation: bool,
+    /// Whether layers have a [`Mixture`](crate::Mixture) of experts in place of the MLP.
+    pub has_experts: bool,
     /// Whether the branches of a block, the embedding, the scores and the logits have factors.
     pub has_multipliers: bool,
     /// Defaults of `attn_logit_softcapping` and `final_logit_softcapping`.
@@ -156,6 +158,7 @@ families! {
         window_rule: WindowRule::All,
         has_unrotated_layers: false,
         has_partial_rotation: false,
+        has_experts: false,
         has_multipliers: false,
         softcaps: None,
         zero_fields: &[],
@@ -189,6 +192,16 @@ families! {
         attention_bias: AttentionBias::Configured,
         head_dim: Some(128),
         ..QWEN2
+    }
+
+    /// Qwen3 with a mixture of experts in place of the MLP.
+    Qwen3Moe = QWEN3_MOE {
+        model_type: "qwen3_moe",
+        architecture: "Qwen3MoeForCausalLM",
+        window_rule: WindowRule::All,
+        has_experts: true,
+        head_dim: None,
+        ..QWEN3
     }
 
     /// Mistral: a sliding window, in later versions none.
@@ -391,7 +404,7 @@ pub(crate) fn why_not(name: &str) -> Option<&'static str> {
     let name = name.to_ascii_lowercase();
     let has = |parts: &[&str]| parts.iter().any(|part| name.contains(part));
     if has(&["moe", "mixtral"]) {
-        Some("mixtures of experts are not supported")
+        Some("of the mixtures of experts, qwen3_moe alone is supported")
     } else if has(&["qwen3_5", "qwen3_next", "qwen3next", "qwen3.5"]) {
         Some("its gated DeltaNet layers are not supported")
     } else if has(&["mamba", "bamba", "falcon_h1", "hybrid", "jamba"]) {

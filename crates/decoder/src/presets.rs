@@ -36,6 +36,7 @@ const fn preset(name: &'static str, family: Family, sizes: [u64; 8], tied: bool)
         tied,
         attention_bias: false,
         mlp_bias: false,
+        experts: None,
         windows: None,
     };
     Preset { name, sizes }

@@ -2,6 +2,10 @@
 
 use std::f64::consts::TAU;
 
+mod yarn;
+
+pub use yarn::Yarn;
+
 use crate::error::{Error, Result};
 
 /// The angles by which each pair rotates from one position to the next.
@@ -46,6 +50,13 @@ pub enum Scaling {
         /// `original_max_position_embeddings`: the longest row of the training.
         original_positions: f64,
     },
+    /// YaRN.
+    Yarn(Yarn),
+    /// A larger theta for rows beyond the model's positions. Rows end there, so no frequency changes.
+    Dynamic {
+        /// From 1 on.
+        factor: f64,
+    },
 }
 
 impl Frequencies {
@@ -62,7 +73,10 @@ impl Frequencies {
         if !positive(self.theta) {
             return invalid(format!("theta is {}; expected a finite number above 0", self.theta));
         }
-        if let Scaling::Linear { factor } | Scaling::Llama3 { factor, .. } = self.scaling
+        if let Scaling::Linear { factor }
+        | Scaling::Llama3 { factor, .. }
+        | Scaling::Dynamic { factor }
+        | Scaling::Yarn(Yarn { factor, .. }) = self.scaling
             && !(factor.is_finite() && factor >= 1.0)
         {
             return invalid(format!("the scaling's factor is {factor}; expected a finite number from 1 on"));
@@ -78,12 +92,30 @@ impl Frequencies {
                  {original_positions}; expected numbers above 0, the first below the second"
             ));
         }
-        Ok(self.unscaled(head).map(|angle| self.scaling.apply(angle)).collect())
+        if let Scaling::Yarn(yarn) = &self.scaling
+            && let Some(reason) = yarn.invalid()
+        {
+            return invalid(reason);
+        }
+        Ok(self.scaled(head).collect())
+    }
+
+    /// Returns the factor of cosines and sines, and so of rotated heads: 1 for every scaling but YaRN.
+    pub fn amplitude(&self) -> f64 {
+        if let Scaling::Yarn(yarn) = &self.scaling { yarn.amplitude() } else { 1.0 }
+    }
+
+    fn scaled(&self, head: i64) -> impl Iterator<Item = f64> {
+        let Self { theta, scaling } = *self;
+        self.unscaled(head).zip(0..).map(move |(angle, pair)| match scaling {
+            Scaling::Yarn(yarn) => angle * yarn.share(theta, head, pair),
+            other => other.apply(angle),
+        })
     }
 
     /// Returns the numbers by which the scaling divides theta^(−2i/head), for the `head / 2` pairs.
     pub fn divisors(&self, head: i64) -> impl Iterator<Item = f64> {
-        self.unscaled(head).map(move |angle| angle / self.scaling.apply(angle))
+        self.unscaled(head).zip(self.scaled(head)).map(|(angle, scaled)| angle / scaled)
     }
 
     fn unscaled(&self, head: i64) -> impl Iterator<Item = f64> {
@@ -95,7 +127,8 @@ impl Frequencies {
 impl Scaling {
     fn apply(self, angle: f64) -> f64 {
         match self {
-            Self::None => angle,
+            // YaRN scales by pair, not by angle: see `Frequencies::scaled`.
+            Self::None | Self::Dynamic { .. } | Self::Yarn(_) => angle,
             Self::Linear { factor } => angle / factor,
             Self::Llama3 { factor, low_freq_factor, high_freq_factor, original_positions } => {
                 let turns = original_positions * angle / TAU;

@@ -2,7 +2,7 @@
 
 use crate::config::DecoderConfig;
 use crate::family::QueryKeyNorm;
-use crate::tensors::{Projection, Width};
+use crate::tensors::{EXPERT_PROJECTIONS, Projection, ROUTER, Width, expert_projection};
 
 /// The name of the embedding's tensor, without Hugging Face's `model.`.
 pub const EMBEDDING: &str = "embed_tokens.weight";
@@ -16,8 +16,10 @@ impl DecoderConfig {
     /// Returns the names (without Hugging Face's `model.`) and shapes of every tensor, in the order of
     /// `models::state_dict`. A tied head shares the embedding's tensor and is not listed again.
     pub fn shapes(&self) -> Vec<(String, Vec<i64>)> {
-        let block = self.block_shapes();
-        let blocks = (0..self.num_hidden_layers).flat_map(|index| {
+        let [dense, sparse] = [false, true].map(|has_experts| self.block_shapes(has_experts));
+        let layers = 0..usize::try_from(self.num_hidden_layers).unwrap_or(0);
+        let blocks = layers.flat_map(|index| {
+            let block = if self.layer_mixture(index).is_some() { &sparse } else { &dense };
             block.iter().map(move |(name, shape)| (format!("layers.{index}.{name}"), shape.clone()))
         });
         let embedding = (EMBEDDING.to_owned(), vec![self.vocab_size, self.hidden_size]);
@@ -32,15 +34,23 @@ impl DecoderConfig {
         let sum = |shapes: Vec<Shape>| {
             shapes.iter().fold(0, |sum: u64, (_, shape)| sum.saturating_add(numbers(shape)))
         };
-        let blocks = sum(self.block_shapes()).saturating_mul(size(self.num_hidden_layers));
+        let sparse = self.mixture_layers() as u64;
+        let dense = size(self.num_hidden_layers).saturating_sub(sparse);
+        let of_layers = |layers: u64, has_experts| match layers {
+            0 => 0,
+            _ => sum(self.block_shapes(has_experts)).saturating_mul(layers),
+        };
+        let blocks = of_layers(dense, false).saturating_add(of_layers(sparse, true));
         let embedding = numbers(&[self.vocab_size, self.hidden_size]);
         embedding.saturating_add(blocks).saturating_add(sum(self.end_shapes()))
     }
 
     /// Returns the name (without Hugging Face's `model.`) and `[in, out]` of every projection of the blocks, and of a head that is
-    /// not tied.
+    /// not tied. Routers and experts of a mixture are not listed: adapters cannot replace them.
     pub fn projections(&self) -> Vec<(String, [i64; 2])> {
-        let all = self.shapes().into_iter().filter(|(name, _)| name != EMBEDDING);
+        let of_mixture = [format!(".{ROUTER}."), ".mlp.experts.".to_owned()];
+        let is_listed = |name: &str| name != EMBEDDING && !of_mixture.iter().any(|part| name.contains(part));
+        let all = self.shapes().into_iter().filter(|(name, _)| is_listed(name));
         let matrix = |(name, shape): (String, Vec<i64>)| match shape[..] {
             [out, inner] => Some((name.strip_suffix(".weight")?.to_owned(), [inner, out])),
             _ => None,
@@ -48,7 +58,8 @@ impl DecoderConfig {
         all.filter_map(matrix).collect()
     }
 
-    fn block_shapes(&self) -> Vec<Shape> {
+    /// The tensors of a block whose MLP is a mixture, if `has_experts`.
+    fn block_shapes(&self, has_experts: bool) -> Vec<Shape> {
         let sizes = self.sizes();
         let width =
             |width: Width| sizes.width(width).and_then(|width| i64::try_from(width).ok()).unwrap_or(i64::MAX);
@@ -67,7 +78,19 @@ impl DecoderConfig {
         let norm = |(name, width): (&&str, i64)| (format!("{name}.weight"), vec![width]);
         let mut shapes: Vec<Shape> = attention.into_iter().flat_map(projection).collect();
         shapes.extend(self.family.query_key_norm_names().iter().zip(norm_widths).map(norm));
-        shapes.extend(mlp.into_iter().flat_map(projection));
+        match self.mixture.as_ref().filter(|_| has_experts) {
+            None => shapes.extend(mlp.into_iter().flat_map(projection)),
+            Some(mixture) => {
+                let (hidden, inner) = (self.hidden_size, mixture.intermediate_size);
+                shapes.push((format!("{ROUTER}.weight"), vec![mixture.experts, hidden]));
+                let widths = [[inner, hidden], [inner, hidden], [hidden, inner]];
+                for expert in 0..u64::try_from(mixture.experts).unwrap_or(0) {
+                    shapes.extend(EXPERT_PROJECTIONS.iter().zip(widths).map(|(name, shape)| {
+                        (format!("{}.weight", expert_projection(expert, name)), shape.to_vec())
+                    }));
+                }
+            }
+        }
         shapes.extend(self.family.norm_names().iter().map(|name| norm((name, self.hidden_size))));
         shapes
     }

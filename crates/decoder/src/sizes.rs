@@ -41,8 +41,23 @@ pub struct Sizes {
     pub attention_bias: bool,
     /// `mlp_bias` of the file, which some families read.
     pub mlp_bias: bool,
+    /// Layers with experts in place of the MLP, if there are any.
+    pub experts: Option<ExpertSizes>,
     /// Layers with a window, if there are any.
     pub windows: Option<WindowedLayers>,
+}
+
+/// Layers with a mixture of experts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExpertSizes {
+    /// Number of these layers.
+    pub layers: u64,
+    /// Experts of such a layer.
+    pub count: u64,
+    /// Experts that compute a token.
+    pub per_token: u64,
+    /// Inner width of an expert.
+    pub feed_forward: u64,
 }
 
 /// Layers in which a token attends only to the last tokens before it.
@@ -99,6 +114,12 @@ impl DecoderConfig {
             tied: self.tie_word_embeddings,
             attention_bias: self.attention_bias,
             mlp_bias: self.mlp_bias,
+            experts: self.mixture.as_ref().filter(|_| self.mixture_layers() > 0).map(|mixture| ExpertSizes {
+                layers: self.mixture_layers() as u64,
+                count: size(mixture.experts),
+                per_token: size(mixture.per_token),
+                feed_forward: size(mixture.intermediate_size),
+            }),
             windows: windows.map(|tokens| WindowedLayers { layers: windowed, tokens: size(tokens) }),
         }
     }

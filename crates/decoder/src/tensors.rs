@@ -87,6 +87,17 @@ const GPT2_LIKE: [Projection; 6] = [
     projection("linear2", FeedForward, Hidden, Always),
 ];
 
+/// The router of a mixture of experts, `[experts, hidden]`.
+pub const ROUTER: &str = "mlp.gate";
+
+/// The projections of an expert, in order of execution: to its inner width, to its inner width, and back.
+pub const EXPERT_PROJECTIONS: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
+
+/// Returns the name of a projection of an expert: `mlp.experts.3.gate_proj`.
+pub fn expert_projection(expert: u64, projection: &str) -> String {
+    format!("mlp.experts.{expert}.{projection}")
+}
+
 impl Projection {
     /// Returns whether it belongs to an attention, not to the MLP.
     pub fn is_attention(&self) -> bool {

@@ -33,6 +33,7 @@
 //! ```
 
 mod bitsandbytes;
+mod experts;
 #[cfg(feature = "gguf")]
 mod gguf_folder;
 #[cfg(feature = "gguf")]

@@ -12,6 +12,7 @@
 //! | Llama, SmolLM2 | nothing: pre is an RMS norm, post and norm are nothing, f is SiLU, e = m = s = 1 |
 //! | Qwen2 (arXiv:2407.10671) | biases of queries, keys and values |
 //! | Qwen3 (arXiv:2505.09388) | norm is an RMS norm of each head, without biases |
+//! | Qwen3-MoE | as Qwen3, with a mixture of experts as the MLP ([`SparseMlp`](crate::SparseMlp)) |
 //! | Mistral (arXiv:2310.06825) | a sliding window |
 //! | SmolLM3 | layers that do not rotate |
 //! | Granite (IBM) | e, m, s and the scale of the scores |

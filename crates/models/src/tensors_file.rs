@@ -123,6 +123,26 @@ pub struct Entry {
     range: Range<usize>,
 }
 
+impl Entry {
+    /// Returns the parts in place of the entry, or the entry if there are none that fit.
+    fn divided(self, parts: &dyn Fn(&Self) -> Option<Vec<(String, Vec<i64>)>>) -> Vec<Self> {
+        let Some(parts) = parts(&self) else { return vec![self] };
+        let size = self.kind.elt_size_in_bytes();
+        let bytes = |shape: &[i64]| {
+            let sizes = shape.iter().map(|&length| usize::try_from(length).ok());
+            sizes.fold(Some(size), |product, length| product?.checked_mul(length?))
+        };
+        let (mut start, mut divided) = (self.range.start, Vec::new());
+        for (name, shape) in parts {
+            let end = bytes(&shape).and_then(|length| start.checked_add(length));
+            let Some(end) = end.filter(|&end| end <= self.range.end) else { return vec![self] };
+            divided.push(Self { name, kind: self.kind, shape, range: start..end });
+            start = end;
+        }
+        if start == self.range.end { divided } else { vec![self] }
+    }
+}
+
 /// The location of a tensor's values in a file: contiguous, little-endian.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorLocation {
@@ -162,6 +182,13 @@ impl TensorsFile {
     /// Returns the entries, in the order of their values.
     pub fn entries(&self) -> &[Entry] {
         &self.entries
+    }
+
+    /// Replaces entries by consecutive parts of their values: where `parts` returns names and shapes that together have the entry's
+    /// elements.
+    pub(crate) fn divide(&mut self, parts: &dyn Fn(&Entry) -> Option<Vec<(String, Vec<i64>)>>) {
+        let entries = std::mem::take(&mut self.entries);
+        self.entries = entries.into_iter().flat_map(|entry| entry.divided(parts)).collect();
     }
 
     /// Returns the location of an entry's values.

@@ -39,6 +39,7 @@ fn models() -> impl Strategy<Value = Decoder> {
                 tied: flags[0],
                 attention_bias: flags[1],
                 mlp_bias: flags[2],
+                experts: None,
                 windows: None,
             })
             .unwrap()

@@ -43,6 +43,7 @@ fn kept_tensors_match_what_torch_saves() {
             tied: true,
             attention_bias: false,
             mlp_bias: false,
+            experts: None,
             windows: None,
         };
         let work = Workload { batch: 2, sequence: 128 };

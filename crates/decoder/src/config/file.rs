@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
+use super::mixture;
 use super::rope_file::{self, RopeFields, Written};
 use super::window_file::{rotary_layers, windows};
 use super::{AttentionPath, DecoderConfig, WHAT};
@@ -248,6 +249,7 @@ impl TryFrom<HuggingFace> for DecoderConfig {
         let attn_logit_softcapping = cap("attn_logit_softcapping", facts.softcaps.is_some(), attn_cap)?;
         let final_logit_softcapping = cap("final_logit_softcapping", gemma, final_cap)?;
 
+        let mixture = facts.has_experts.then(|| mixture::read(&mut file)).transpose()?;
         let config = Self {
             family,
             vocab_size: file.vocab_size,
@@ -279,6 +281,7 @@ impl TryFrom<HuggingFace> for DecoderConfig {
             logits_scaling,
             attn_logit_softcapping,
             final_logit_softcapping,
+            mixture,
             attention: AttentionPath::default(),
             other_fields: file.other,
         };
@@ -326,6 +329,9 @@ impl From<DecoderConfig> for HuggingFace {
             put("hidden_activation", json!(GELU_TANH));
             put("query_pre_attn_scalar", integral(config.query_pre_attn_scalar.unwrap_or(256.0)));
             put("final_logit_softcapping", json!(config.final_logit_softcapping));
+        }
+        for (name, value) in config.mixture.iter().flat_map(mixture::write) {
+            put(name, value);
         }
         if facts.softcaps.is_some() {
             put("attn_logit_softcapping", json!(config.attn_logit_softcapping));

@@ -18,12 +18,15 @@ use super::file::{HuggingFace, integral, refuse};
 use super::{DecoderConfig, LayerType, LongRope};
 use crate::error::Result;
 use crate::family::Family;
-use crate::rope::{Frequencies, Scaling};
+use crate::rope::{Frequencies, Scaling, Yarn};
 
 const THETA: &str = "rope_theta";
 const LOCAL_THETA: &str = "rope_local_base_freq";
 const PARTIAL: &str = "partial_rotary_factor";
 const ORIGINAL: &str = "original_max_position_embeddings";
+const TRUNCATE: &str = "truncate";
+/// Optional numbers of [`Yarn`], in the order of its fields.
+const YARN_NUMBERS: [&str; 5] = ["beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"];
 
 /// `rope_parameters` or `rope_scaling`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -131,6 +134,16 @@ impl RopeFields {
             .ok_or_else(|| refuse(format!("the scaling of the rotary embedding needs the number `{name}`")))
     }
 
+    fn flag(&self, name: &str) -> Result<Option<bool>> {
+        match self.numbers.get(name) {
+            None | Some(Value::Null) => Ok(None),
+            Some(Value::Bool(flag)) => Ok(Some(*flag)),
+            Some(other) => {
+                Err(refuse(format!("`{name}` of the rotary embedding is {other}; expected true or false")))
+            }
+        }
+    }
+
     fn list(&self, name: &str) -> Result<Vec<f64>> {
         let value = self.numbers.get(name).unwrap_or(&Value::Null);
         let numbers: Option<Vec<f64>> =
@@ -175,8 +188,24 @@ impl RopeFields {
                 high_freq_factor: self.number("high_freq_factor")?,
                 original_positions: self.optional(ORIGINAL)?.unwrap_or(positions as f64),
             }),
+            "dynamic" => Ok(Scaling::Dynamic { factor: self.number("factor")? }),
+            "yarn" => {
+                let original_positions = self.optional(ORIGINAL)?.unwrap_or(positions as f64);
+                let [beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim] =
+                    YARN_NUMBERS.map(|name| self.optional(name));
+                Ok(Scaling::Yarn(Yarn {
+                    factor: self.optional("factor")?.unwrap_or(positions as f64 / original_positions),
+                    original_positions,
+                    beta_fast: beta_fast?,
+                    beta_slow: beta_slow?,
+                    attention_factor: attention_factor?,
+                    mscale: mscale?,
+                    mscale_all_dim: mscale_all_dim?,
+                    truncate: self.flag(TRUNCATE)?,
+                }))
+            }
             other => Err(refuse(format!(
-                "the rotary embedding has the scaling `{other}`; expected default, linear or llama3, or longrope of Phi-3"
+                "the rotary embedding has the scaling `{other}`; expected default, linear, dynamic, yarn or llama3, or longrope of Phi-3"
             ))),
         }
     }
@@ -199,6 +228,22 @@ impl RopeFields {
         let (kind, mut numbers) = match frequencies.scaling {
             Scaling::None => ("default", json!({})),
             Scaling::Linear { factor } => ("linear", json!({ "factor": factor })),
+            Scaling::Dynamic { factor } => ("dynamic", json!({ "factor": factor })),
+            Scaling::Yarn(yarn) => {
+                let mut fields =
+                    json!({ "factor": yarn.factor, ORIGINAL: integral(yarn.original_positions) });
+                let numbers =
+                    [yarn.beta_fast, yarn.beta_slow, yarn.attention_factor, yarn.mscale, yarn.mscale_all_dim];
+                for (name, number) in YARN_NUMBERS.into_iter().zip(numbers) {
+                    if let Some(number) = number {
+                        fields[name] = json!(number);
+                    }
+                }
+                if let Some(truncate) = yarn.truncate {
+                    fields[TRUNCATE] = json!(truncate);
+                }
+                ("yarn", fields)
+            }
             Scaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_positions } => (
                 "llama3",
                 json!({

@@ -91,6 +91,7 @@ impl Fields<'_> {
             tied: self.flag_or("tie_word_embeddings", true)?,
             attention_bias: false,
             mlp_bias: false,
+            experts: None,
             windows: None,
         })
     }
@@ -111,6 +112,7 @@ impl Fields<'_> {
             tied: false,
             attention_bias: false,
             mlp_bias: false,
+            experts: None,
             windows: None,
         })
     }

@@ -27,6 +27,7 @@ const SIZES: Sizes = Sizes {
     tied: false,
     attention_bias: false,
     mlp_bias: false,
+    experts: None,
     windows: None,
 };
 

@@ -34,6 +34,7 @@ const SIZES: Sizes = Sizes {
     tied: true,
     attention_bias: false,
     mlp_bias: false,
+    experts: None,
     windows: None,
 };
 const BATCH: i64 = 2;

@@ -3,7 +3,7 @@
 
 use std::path::{Path, PathBuf};
 
-use accounting::model::{Family, Sizes, WindowedLayers};
+use accounting::model::{ExpertSizes, Family, Sizes, WindowedLayers};
 use accounting::quantity::parse_count;
 use accounting::{Decoder, presets};
 use anyhow::Context;
@@ -207,6 +207,7 @@ impl ModelArgs {
             tied: family == Family::Gpt2,
             attention_bias: false,
             mlp_bias: false,
+            experts: None,
             windows: None,
         })
     }
@@ -239,6 +240,10 @@ impl ModelArgs {
             head_dim: self.head_dim.unwrap_or(head_dim),
             feed_forward: self.feed_forward.unwrap_or(base.feed_forward),
             tied: self.tied.unwrap_or(base.tied),
+            experts: base.experts.map(|experts| ExpertSizes {
+                layers: if experts.layers == base.layers { layers } else { experts.layers.min(layers) },
+                ..experts
+            }),
             windows: base.windows.map(windowed),
             ..base
         }

@@ -45,6 +45,11 @@ impl Parameters {
         }
         rows.push(rule());
         rows.push(vec!["total".into(), grouped(total.into()), count_text(total)]);
+        if model.experts.is_some() {
+            let active = model.active_parameters()?;
+            rows.push(vec!["active for a token".into(), grouped(active.into()), count_text(active)]);
+            json["active_parameters"] = active.into();
+        }
         text += &table(&["part", "parameters", "share"], &rows);
         if model.tied {
             text += "\nThe output projection is tied to the embedding and counted there.\n";

@@ -34,6 +34,9 @@ pub fn capture_refusal(config: &Config, over_ranks: bool, device: Device) -> Opt
 /// Why steps of offloaded layers cannot be captured.
 pub(crate) const OFFLOADED_LAYERS: &str = "layers are offloaded, so their addresses change";
 
+/// Why steps of a mixture of experts cannot be captured.
+pub(crate) const EXPERTS: &str = "the host reads which experts a token is given to";
+
 /// Returns why steps of offloaded tensors cannot be captured; `None` where nothing is offloaded.
 pub(crate) fn offload_refusal(config: &Config) -> Option<&'static str> {
     if config.offload.is_some() {

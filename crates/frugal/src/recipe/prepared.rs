@@ -22,7 +22,7 @@ use training::trainer::{Capture, FailedCheckpoint, Frozen, TrainerConfig};
 use crate::config::{ActivationPlan, Bytes, CaptureMode, Config, OptimizerPlace};
 use crate::error::{Error, Result};
 use crate::planning::Budget;
-use crate::planning::captured::{OFFLOADED_LAYERS, offload_refusal};
+use crate::planning::captured::{EXPERTS, OFFLOADED_LAYERS, offload_refusal};
 use crate::recipe::Recipe;
 
 /// Handles on the techniques within a model, for saving adapters, changing plans, and reading counters.
@@ -204,12 +204,14 @@ impl Prepared {
             },
             ..TrainerConfig::default()
         };
+        let has_experts = !model.config()["num_local_experts"].is_null();
         let mut trainer = Trainer::new(model, optimizer, options)?;
         trainer.schedule = schedule;
         trainer.precision = precision;
         trainer.scaler = scaler;
         let offloads = handles.offload.is_some().then_some(OFFLOADED_LAYERS);
-        trainer.not_captured = offloads.or(offload_refusal(&config)).map(str::to_owned);
+        let refusal = offloads.or(offload_refusal(&config)).or(has_experts.then_some(EXPERTS));
+        trainer.not_captured = refusal.map(str::to_owned);
         Ok((trainer, handles))
     }
 }

@@ -15,10 +15,13 @@ use tch::{Device, Kind, Tensor};
 const LOGITS: f64 = 1e-4;
 const LOSS: f64 = 1e-5;
 const GRADIENT: f64 = 1e-4;
-const FAMILIES: [&str; 11] = [
+const FAMILIES: [&str; 14] = [
     "llama",
     "qwen2",
     "qwen3",
+    "qwen3_yarn",
+    "qwen3_moe",
+    "qwen3_moe_some",
     "mistral",
     "smollm3",
     "granite",

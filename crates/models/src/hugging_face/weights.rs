@@ -8,6 +8,7 @@ use kernels::nf4::{self, Scales};
 use tch::{Device, Kind, Tensor};
 
 use super::bitsandbytes::{self, Locations, Quantized};
+use super::experts;
 use super::gguf_weights::GgufWeights;
 use super::index::Index;
 use super::{INDEX, PREFIX, SINGLE, contents};
@@ -61,7 +62,8 @@ impl Weights {
         let numbers: BTreeMap<&str, usize> = names.into_iter().zip(0..).collect();
         let weights = Self::collect(path, files)?;
         for (tensor, shard) in index.locations() {
-            let index = model_name(tensor)
+            let first = experts::first_part(tensor);
+            let index = model_name(&first)
                 .and_then(|name| weights.locations.get(name).or_else(|| weights.beside.get(name)));
             if model_name(tensor).is_some() && index.map(|index| index.0) != numbers.get(shard).copied() {
                 let reason = format!("`{tensor}` should be in {shard}, which does not contain it");
@@ -71,7 +73,8 @@ impl Weights {
         Ok(weights)
     }
 
-    fn collect(path: &Path, files: Vec<TensorsFile>) -> Result<Self> {
+    fn collect(path: &Path, mut files: Vec<TensorsFile>) -> Result<Self> {
+        files.iter_mut().for_each(experts::divide);
         let (mut locations, mut beside) = (Locations::new(), Locations::new());
         let names =
             || files.iter().flat_map(|file| file.entries()).filter_map(|entry| model_name(&entry.name));

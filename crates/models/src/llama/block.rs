@@ -13,6 +13,7 @@ use super::attention::SelfAttention;
 use super::{DecoderConfig, rotary::Rotary};
 use crate::error::Result;
 use crate::init::Init;
+use crate::mixture::SparseMlp;
 use crate::module::{Attention, Block, Context, Mlp, Module, Visitor, VisitorMut};
 use crate::norm::RmsNorm;
 use crate::swiglu::{Geglu, JointSwiglu, Swiglu};
@@ -37,7 +38,9 @@ impl LlamaBlock {
     ) -> Result<Self> {
         let &DecoderConfig { family, hidden_size, intermediate_size, .. } = config;
         let self_attn = Box::new(SelfAttention::new(config, rope, layer, init, options)?);
-        let mlp: Box<dyn Mlp> = if family.is_gemma() {
+        let mlp: Box<dyn Mlp> = if let Some(mixture) = config.layer_mixture(layer) {
+            Box::new(SparseMlp::new(hidden_size, mixture, init, options)?)
+        } else if family.is_gemma() {
             Box::new(Geglu::new(hidden_size, intermediate_size, init, options)?)
         } else if family.facts().has_joint_projections {
             Box::new(JointSwiglu::new(hidden_size, intermediate_size, init, options)?)

@@ -50,7 +50,7 @@ impl Rotary {
         let (width, positions) = (config.rotary_dim(), config.max_position_embeddings);
         let angles = frequencies.angles(width).map_err(error::decoder)?;
         let Some(rope) = &config.long_rope else {
-            let table = RotaryTable::from_angles(angles, 1.0, positions, device)?;
+            let table = RotaryTable::from_angles(angles, frequencies.amplitude(), positions, device)?;
             return Ok(Self { table, long: None, head: config.head_dim, width });
         };
         let amplitude = rope.amplitude(positions);

@@ -44,6 +44,13 @@ fn published_files_are_read_as_transformers_reads_them() {
     });
     let qwen3 = check(Family::Qwen3, [151_936, 1024, 3072, 28, 16, 8], fields, 596_049_920);
     assert!((0..28).all(|layer| qwen3.window(layer).is_none()));
+    // Qwen3-30B-A3B.
+    let fields = json!({
+        "head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": true,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "rope_theta": 1_000_000, "sliding_window": null, "output_router_logits": false,
+    });
+    let mixture = check(Family::Qwen3Moe, [151_936, 2048, 6144, 48, 32, 4], fields, 30_532_122_624);
+    assert_eq!(mixture.mixture_layers(), 48);
     // Mistral-7B-v0.1, and v0.3 without a window.
     let sizes = [32000, 4096, 14336, 32, 32, 8];
     let mistral =
@@ -120,9 +127,29 @@ fn what_is_not_supported_is_refused_by_name() {
     };
     for (family, fields, expected) in [
         (
-            "qwen3_moe",
+            "qwen2_moe",
             json!({}),
-            "`model_type` is `qwen3_moe` (mixtures of experts are not supported); expected one of llama,",
+            "`model_type` is `qwen2_moe` (of the mixtures of experts, qwen3_moe alone is supported); expected one of llama,",
+        ),
+        (
+            "qwen3_moe",
+            json!({ "num_experts": 4, "num_local_experts": 8 }),
+            "`num_local_experts` is 8 and `num_experts` 4; they must agree",
+        ),
+        (
+            "qwen3_moe",
+            json!({ "num_experts": 4 }),
+            "`num_experts_per_tok` is 8; expected a number from 1 to 4",
+        ),
+        (
+            "qwen3_moe",
+            json!({ "num_experts": 1_000_000 }),
+            "`num_experts` is 1000000; expected a number from 1 to 2048",
+        ),
+        (
+            "qwen3_moe",
+            json!({ "output_router_logits": true }),
+            "`output_router_logits` is true, which adds a loss of balance that is not computed here",
         ),
         (
             "qwen3_5",
@@ -134,11 +161,11 @@ fn what_is_not_supported_is_refused_by_name() {
             json!({}),
             "`model_type` is `gemma3` (it also reads images; its text model alone is supported); expected",
         ),
-        ("granitemoehybrid", json!({}), "(mixtures of experts are not supported)"),
+        ("granitemoehybrid", json!({}), "(of the mixtures of experts, qwen3_moe alone is supported)"),
         (
             "qwen3",
-            json!({ "rope_scaling": { "rope_type": "yarn", "factor": 4.0 } }),
-            "has the scaling `yarn`; expected default,",
+            json!({ "rope_scaling": { "rope_type": "proportional", "factor": 4.0 } }),
+            "has the scaling `proportional`; expected default,",
         ),
         (
             "qwen3",

@@ -17,6 +17,7 @@ mod hugging_face_memory;
 mod llama;
 mod llama_memory;
 mod llama_shapes;
+mod mixture;
 mod nf4;
 mod parts;
 mod rope_spellings;

@@ -24,6 +24,7 @@ const SIZES: Sizes = Sizes {
     tied: false,
     attention_bias: false,
     mlp_bias: false,
+    experts: None,
     windows: None,
 };
 const WORK: Workload = Workload { batch: 3, sequence: 20 };

@@ -1,0 +1,143 @@
+//! Mixtures of experts (Shazeer et al., arXiv:1701.06538): a router gives each token a few of many small SwiGLUs.
+//!
+//! n tokens of width H, E experts of inner width I, k of them for each token:
+//!
+//! ```text
+//! p = softmax(x·W_rᵀ) in fp32            [n, E]    in f64 for f64
+//! s = indices of the k largest p         [n, k]
+//! w = p_s, or p_s / Σ p_s                [n, k]    Qwen3's `norm_topk_prob`
+//! y = Σ_j w_j·expert_{s_j}(x)            [n, H]    expert(x) = (SiLU(x·Gᵀ) ⊙ x·Uᵀ)·Dᵀ
+//! ```
+//!
+//! The experts are one autograd function. Its k·n rows, one for each token and expert, are sorted by expert, and by token within an
+//! expert, so each expert that has a row computes three products over one range of rows. A row's result goes to its token's slot j, and
+//! the slots are added in their order: no sum's order depends on the sorting.
+//!
+//! Backward, with d = ∂L/∂y of a row's token, its weight w, g = x·Gᵀ, u = x·Uᵀ and h = SiLU(g) ⊙ u:
+//!
+//! ```text
+//! q = d·D                  ∂L/∂w = ⟨q, h⟩        so no result of an expert is kept
+//! ∂L/∂h = w·q              ∂L/∂g = ∂L/∂h ⊙ u ⊙ SiLU′(g)        ∂L/∂u = ∂L/∂h ⊙ SiLU(g)
+//! ∂L/∂x = Σ_slots ∂L/∂g·G + ∂L/∂u·U
+//! ∂L/∂G = (∂L/∂g)ᵀ·x       ∂L/∂U = (∂L/∂u)ᵀ·x    ∂L/∂D = (w·d)ᵀ·h
+//! ```
+//!
+//! It keeps g and u, 2·k·I elements per token, w, and x if an expert is trained. An expert without a row gets no gradient. The gradient of
+//! w reaches the router's weight and, through it, x, also where the router is frozen. The chosen indices are not differentiated; a
+//! recomputed layer computes them again from the same bits, and with ties the lowest index comes first, so both runs choose alike
+//! (transformers leaves ties to `topk`, whose order is not defined).
+//!
+//! Each expert has tensors of its own, under the names of Hugging Face's files (`experts.3.gate_proj.weight`), and the function reads an
+//! expert's matrices only in the loop over the experts that have rows, forward and backward. So what fetches weights just before their
+//! use has one place for it, between the routing, which knows the experts and the order of their use, and an expert's first product;
+//! results do not depend on which were in memory. Offloading moves the layer as a whole.
+//!
+//! The loss of balance is not computed: transformers adds it only with `output_router_logits`, which is refused.
+
+mod function;
+mod routing;
+
+use decoder::Mixture;
+use kernels::matmul::wide_kind;
+use kernels::nf4::is_nf4;
+use runtime::autograd::apply;
+use runtime::precision;
+use tch::{Device, Kind, Tensor};
+
+use crate::error::Result;
+use crate::init::Init;
+use crate::linear::{Linear, dense_kind, project};
+use crate::module::{Context, Mlp, Module, Visitor, VisitorMut};
+use function::Experts;
+use routing::{Routing, choose, weights_of};
+
+/// A mixture of experts with Hugging Face's names: `gate` for the router, `experts.0.gate_proj` and so on. Its parts cannot be replaced.
+#[derive(Debug)]
+pub struct SparseMlp {
+    /// The router, `[experts, hidden]`.
+    gate: Linear,
+    experts: Vec<Expert>,
+    per_token: i64,
+    normalizes: bool,
+}
+
+/// The projections of an expert, in the order of [`decoder::EXPERT_PROJECTIONS`].
+#[derive(Debug)]
+struct Expert([Linear; 3]);
+
+impl Expert {
+    fn projections(&self) -> impl Iterator<Item = (&'static str, &Linear)> {
+        decoder::EXPERT_PROJECTIONS.into_iter().zip(&self.0)
+    }
+}
+
+impl SparseMlp {
+    /// Creates a mixture for tokens of width `hidden`, with the given initialisation. With a dtype of [`kernels::nf4`] the experts are
+    /// quantized, and the router is in bf16.
+    ///
+    /// # Errors
+    /// A width below 1, too little memory.
+    pub fn new(hidden: i64, mixture: &Mixture, init: Init, options: (Kind, Device)) -> Result<Self> {
+        let inner = mixture.intermediate_size;
+        let linear = |from, to, options| Linear::with_init(from, to, None, init, options);
+        let expert = |_| -> Result<Expert> {
+            let (gate, up) = (linear(hidden, inner, options)?, linear(hidden, inner, options)?);
+            Ok(Expert([gate, up, linear(inner, hidden, options)?]))
+        };
+        Ok(Self {
+            gate: linear(hidden, mixture.experts, (dense_kind(options.0), options.1))?,
+            experts: (0..mixture.experts).map(expert).collect::<Result<_>>()?,
+            per_token: mixture.per_token,
+            normalizes: mixture.normalizes,
+        })
+    }
+}
+
+impl Mlp for SparseMlp {
+    fn forward(&self, x: &Tensor, _: &Context<'_>) -> Result<Tensor> {
+        let shape = x.size();
+        let width = shape.last().copied().unwrap_or(1);
+        let x_nh = x.f_reshape([-1, width])?;
+        let logits_ne = project(&x_nh, &self.gate.weight, None)?;
+        let probabilities_ne = logits_ne.f_softmax(-1, wide_kind(logits_ne.kind()))?;
+        let chosen_nk = choose(&probabilities_ne, self.per_token)?;
+        let weights_nk = weights_of(&probabilities_ne, &chosen_nk, self.normalizes)?;
+        let routing = Routing::new(&chosen_nk, self.experts.len())?;
+
+        // A policy casts what the products read, as a part of the graph.
+        let has_policy = precision::current().is_some();
+        let x_nh = if has_policy { precision::operand(&x_nh)? } else { x_nh };
+        let mut inputs = vec![x_nh.shallow_clone(), weights_nk.f_to_kind(x_nh.kind())?];
+        for (expert, _) in routing.ranges() {
+            for (_, projection) in self.experts[*expert].projections() {
+                let weight = &projection.weight;
+                let is_cast = has_policy && !is_nf4(weight);
+                inputs.push(if is_cast { precision::weight(weight)? } else { weight.shallow_clone() });
+            }
+        }
+        let function = Experts::new(routing);
+        let [y] = apply(function, &inputs.iter().collect::<Vec<_>>())?;
+        Ok(y.f_reshape(shape.as_slice())?)
+    }
+}
+
+impl Module for SparseMlp {
+    fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
+        visitor.part("gate", &self.gate);
+        for (index, expert) in self.experts.iter().enumerate() {
+            for (name, projection) in expert.projections() {
+                visitor.part(&format!("experts.{index}.{name}"), projection);
+            }
+        }
+    }
+
+    fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
+        visitor.part("gate", &mut self.gate)?;
+        for (index, expert) in self.experts.iter_mut().enumerate() {
+            for (name, projection) in decoder::EXPERT_PROJECTIONS.iter().zip(&mut expert.0) {
+                visitor.part(&format!("experts.{index}.{name}"), projection)?;
+            }
+        }
+        Ok(())
+    }
+}

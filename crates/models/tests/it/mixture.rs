@@ -1,0 +1,96 @@
+//! The mixture of experts against all experts computed for all tokens, in f64: values and gradients.
+
+use decoder::Mixture;
+use models::module::{Context, Mlp, freeze, tensors};
+use models::{Init, SparseMlp};
+use runtime::autograd::{Keep, grad};
+use tch::{Kind, Tensor, kind};
+
+const EXPERTS: i64 = 5;
+const PER_TOKEN: i64 = 2;
+
+fn mixture(normalizes: bool) -> SparseMlp {
+    let mixture = Mixture {
+        experts: EXPERTS,
+        per_token: PER_TOKEN,
+        intermediate_size: 7,
+        normalizes,
+        step: 1,
+        dense_layers: Vec::new(),
+    };
+    SparseMlp::new(6, &mixture, Init::Normal { std: 0.8 }, kind::DOUBLE_CPU).unwrap()
+}
+
+fn named(mlp: &SparseMlp) -> Vec<(String, Tensor)> {
+    tensors(mlp).into_iter().map(|named| (named.name, named.tensor.shallow_clone())).collect()
+}
+
+/// Σ_e w_e·expert_e(x) over all experts, with w = 0 for those that are not chosen.
+fn dense(x: &Tensor, tensors: &[(String, Tensor)], normalizes: bool) -> Tensor {
+    let weight = |name: String| &tensors.iter().find(|(other, _)| *other == name).unwrap().1;
+    let probabilities = x.matmul(&weight("gate.weight".to_owned()).tr()).softmax(-1, Kind::Double);
+    let (_, chosen) = probabilities.topk(PER_TOKEN, -1, true, true);
+    let is_chosen = probabilities.detach().zeros_like().scatter_value(-1, &chosen, 1.0);
+    let mut weights = probabilities * is_chosen;
+    if normalizes {
+        weights = &weights / weights.sum_dim_intlist([-1].as_slice(), true, Kind::Double);
+    }
+    let mut sum = x.zeros_like();
+    for expert in 0..EXPERTS {
+        let of = |name: &str| weight(format!("experts.{expert}.{name}.weight")).tr();
+        let inner = x.matmul(&of("gate_proj")).silu() * x.matmul(&of("up_proj"));
+        sum = sum + weights.narrow(1, expert, 1) * inner.matmul(&of("down_proj"));
+    }
+    sum
+}
+
+fn difference(one: &Tensor, other: &Tensor) -> f64 {
+    (one - other).abs().max().double_value(&[])
+}
+
+#[test]
+fn values_and_gradients_are_those_of_all_experts() {
+    tch::manual_seed(5);
+    for normalizes in [false, true] {
+        let mlp = mixture(normalizes);
+        let tensors = named(&mlp);
+        let x = Tensor::randn([3, 4, 6], kind::DOUBLE_CPU).set_requires_grad(true);
+        let slopes = Tensor::randn([3, 4, 6], kind::DOUBLE_CPU);
+        let rows = x.view([12, 6]);
+        let expected = dense(&rows, &tensors, normalizes).view([3, 4, 6]);
+        let found = mlp.forward(&x, &Context::default()).unwrap();
+        assert!(difference(&found, &expected) < 1e-12, "normalizes: {normalizes}");
+
+        // With every tensor trained, and with x alone: the gradient of x passes through the router nevertheless.
+        let inputs: Vec<&Tensor> = [&x].into_iter().chain(tensors.iter().map(|(_, tensor)| tensor)).collect();
+        let of = |y: &Tensor, inputs: &[&Tensor]| {
+            let loss = (y * &slopes).sum(Kind::Double);
+            grad(&[&loss], &[None], inputs, Keep::default()).unwrap()
+        };
+        let (expected, found) = (of(&expected, &inputs), of(&found, &inputs));
+        let mut of_x = None;
+        for (index, (expected, found)) in expected.into_iter().zip(found).enumerate() {
+            let name = if index == 0 { "x" } else { tensors[index - 1].0.as_str() };
+            let (expected, found) =
+                (expected.unwrap(), found.unwrap_or_else(|| panic!("{name}: no gradient")));
+            assert!(difference(&found, &expected) < 1e-11, "{name}, normalizes: {normalizes}");
+            of_x.get_or_insert(found);
+        }
+        freeze(&mlp, ".*", true).unwrap();
+        let y = mlp.forward(&x, &Context::default()).unwrap();
+        let frozen = of(&y, &[&x]).remove(0).unwrap();
+        assert!(difference(&frozen, of_x.as_ref().unwrap()) < 1e-14, "frozen, normalizes: {normalizes}");
+    }
+}
+
+#[test]
+fn an_expert_without_tokens_has_no_gradient() {
+    let mlp = mixture(true);
+    let tensors = named(&mlp);
+    let x = Tensor::randn([1, 6], kind::DOUBLE_CPU);
+    let y = mlp.forward(&x, &Context::default()).unwrap();
+    runtime::autograd::backward(&[&y.sum(Kind::Double)]).unwrap();
+    let reached =
+        tensors.iter().filter(|(name, tensor)| name.contains("down_proj") && tensor.grad().defined());
+    assert_eq!(reached.count() as i64, PER_TOKEN);
+}
