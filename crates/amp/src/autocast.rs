@@ -47,7 +47,7 @@ mod rounded_linear;
 use std::sync::Arc;
 
 use kernels::matmul::compute_kind;
-use kernels::nf4::is_nf4;
+use kernels::quantized::is_quantized;
 use runtime::precision::{self, Attention, Policy, PolicyGuard, Product};
 use tch::{Kind, Tensor};
 
@@ -159,7 +159,7 @@ impl Policy for CastPolicy {
         }
         let (x, weight) = (self.cast(x)?, self.cast_weight(weight)?);
         let bias = bias.map(|bias| self.cast_weight(bias)).transpose()?;
-        if x.kind() != self.dtype || self.is_native(&x) || is_nf4(&weight) {
+        if x.kind() != self.dtype || self.is_native(&x) || is_quantized(&weight) {
             return product(&x, &weight, bias.as_ref());
         }
         rounded_linear::linear(&x, &weight, bias.as_ref())

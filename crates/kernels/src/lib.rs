@@ -15,7 +15,8 @@
 //! | [`linear`](mod@linear) | a linear layer over a weight of any dtype |
 //! | [`low_rank`] | frozen projections with low-rank terms, several of one input at once |
 //! | [`matmul`] | matrix products into a given output tensor, with accumulation in fp32 |
-//! | [`nf4`] | frozen weights in four bits: quantization, and products that dequantize tile by tile |
+//! | [`quantized`] | frozen matrices in few bits, in NF4 or in GGUF's blocks: products that dequantize tile by tile |
+//! | [`nf4`] | NF4: quantization and its tensors |
 //! | [`processor`] | the choice among CPU implementations |
 //! | [`gpu`] | whether products run as on a GPU |
 //! | [`physical`] | the rates that a device reaches at best |
@@ -35,6 +36,7 @@ pub mod adam;
 mod amx;
 pub mod attention;
 pub mod cross_entropy;
+mod cpu_tensor;
 mod cuda;
 pub mod dropout;
 #[cfg(test)]
@@ -53,6 +55,7 @@ pub mod nvrtc;
 mod operands;
 pub mod physical;
 pub mod processor;
+pub mod quantized;
 pub mod rope;
 mod simd;
 pub mod stochastic_rounding;

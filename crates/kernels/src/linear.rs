@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::gpu;
 use crate::matmul::{MIN_DIMENSION, Matrix, mm, mm_into};
-use crate::nf4::Scales;
+use crate::quantized::{self, is_quantized_layout};
 
 /// Computes x·Wᵀ + b over the last dimension, in the dtypes of this thread's [`runtime::precision`] policy: x `[…, in]`, W `[out, in]`,
 /// b `[out]`.
@@ -34,15 +34,15 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 /// others, and those of a backward that is recorded for a second derivative, are libtorch's. The graph has one node for the layer, except
 /// for a trained weight whose products are libtorch's: then it is libtorch's composite.
 ///
-/// A weight in NF4 ([`nf4`](crate::nf4)) is frozen, and x and b may have any floating dtype.
+/// A [`quantized`] weight is frozen, and x and b may have any floating dtype.
 ///
 /// # Errors
 /// Errors of libtorch.
 pub fn product(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let layouts = (TensorLayout::of(x)?, TensorLayout::of(weight)?, bias.map(TensorLayout::of).transpose()?);
     let (of_x, of_weight, of_bias) = (&layouts.0, &layouts.1, layouts.2.as_ref());
-    if Scales::of(of_weight.kind()).is_some() && of_weight.size().len() == 2 {
-        return crate::nf4::linear(x, weight, bias);
+    if is_quantized_layout(of_weight) {
+        return quantized::linear(x, weight, bias);
     }
     let by_mm = is_by_mm(of_x, of_weight, of_bias);
     // Under a frozen weight, one node instead of the three of libtorch's composite, with the same products.

@@ -21,7 +21,7 @@
 //! All products accumulate into one tensor per output: there is no `[n, o]` for the low-rank part, and no second `[n, i]` for
 //! its gradient. Dropout needs one more `[n, i]`, first for the mask, then for D(x).
 //!
-//! W may be in NF4 ([`nf4`](crate::nf4)): both products with it dequantize tiles of it, and everything else is as with a base of x's dtype.
+//! W may be [`quantized`](crate::quantized): both products with it dequantize tiles of it, and everything else is as with a base of x's dtype.
 //!
 //! In a segment that keeps its products ([`runtime::autograd::retain`]), y and every u are kept, and recomputation runs no
 //! products.
@@ -88,7 +88,7 @@ pub struct Term<'a> {
 /// x·Wᵀ + b + Σ s·D(x)·Aᵀ·Bᵀ.
 #[derive(Debug, Clone)]
 pub struct Affine<'a> {
-    /// W `[o, i]`, in x's dtype or in NF4.
+    /// W `[o, i]`, in x's dtype or quantized.
     pub weight: &'a Tensor,
     /// b `[o]`.
     pub bias: Option<&'a Tensor>,

@@ -31,9 +31,9 @@ use tch::{Device, Kind, Tensor};
 
 use crate::gemm::gemm_f32;
 use crate::gpu;
-use crate::nf4;
 use crate::operands::{Access, Operands};
 use crate::processor;
+use crate::quantized::{self, is_quantized_layout};
 
 pub use crate::gemm::MIN_DIMENSION;
 pub use matrix::Matrix;
@@ -226,14 +226,14 @@ pub fn compute_kind(device: Device, kind: Kind) -> Kind {
 
 /// Returns whether [`matvec`] may be faster than libtorch's product with this weight.
 pub(crate) fn is_matvec(weight: &Tensor, layout: &TensorLayout) -> bool {
-    layout.numel() as i64 >= SMALL || nf4::is_nf4(weight)
+    layout.numel() as i64 >= SMALL || is_quantized_layout(layout)
 }
 
 /// Computes `x·Wᵀ + b` for a few vectors `x [vectors, in]`, with `weight [out, in]` and `bias [out]`, in `x`'s dtype; `None` if
 /// libtorch's product is as fast.
 ///
 /// A matrix that multiplies one vector is read once, so reading it takes all the time: weights are read in their stored dtype, fp32
-/// or bf16, and summed in fp32, rounded once. So weights in bf16 take half the time, and those in [`nf4`] an eighth. It is for the CPU,
+/// or bf16, and summed in fp32, rounded once. So weights in bf16 take half the time, and those in NF4 ([`quantized`]) an eighth. It is for the CPU,
 /// at most [`FEW`] vectors, `x` in fp32 or bf16, and weights of 4,096 elements or more.
 ///
 /// # Errors
@@ -241,10 +241,10 @@ pub(crate) fn is_matvec(weight: &Tensor, layout: &TensorLayout) -> bool {
 pub fn matvec(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Option<Tensor>> {
     let layouts = (TensorLayout::of(x)?, TensorLayout::of(weight)?, bias.map(TensorLayout::of).transpose()?);
     let (of_x, of_weight, of_bias) = (&layouts.0, &layouts.1, layouts.2.as_ref());
-    let is_nf4 = nf4::Scales::of(of_weight.kind()).is_some();
+    let is_quantized = is_quantized_layout(of_weight);
     let stored = match of_weight.size() {
-        &[out, width] if !is_nf4 => Some([out, width]),
-        _ => nf4::matrix_shape(weight),
+        &[out, width] if !is_quantized => Some([out, width]),
+        _ => quantized::matrix_shape(weight),
     };
     let (&[vectors, width], Some([out, stored])) = (of_x.size(), stored) else {
         return Err(Error::invalid(
@@ -268,9 +268,9 @@ pub fn matvec(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Opti
             "an operand requires a gradient, which is not recorded here; use Tensor::linear",
         ));
     }
-    if is_nf4 {
+    if is_quantized {
         let kind = of_x.kind();
-        let Some(product) = nf4::few_vectors(x, weight, bias, kind)? else { return Ok(None) };
+        let Some(product) = quantized::few_vectors(x, weight, bias, kind)? else { return Ok(None) };
         return Ok(Some(product.f_to_kind(kind)?));
     }
     let on_cpu = all().all(|one| one.device() == Device::Cpu);

@@ -11,52 +11,43 @@
 //! per weight with fp32 scales, and 4.13 with nested ones: 3.9 times fewer than bf16.
 //!
 //! **One tensor.** Scales and codes of a matrix are one tensor, so that a weight stays one tensor of its module: it is offloaded,
-//! checkpointed and adapted like any other. Its shape is `[out, bytes of a row]`, from which [`matrix_shape`] recovers `[out, in]`;
+//! checkpointed and adapted like any other. Its shape is `[out, bytes of a row]`, from which [`matrix_shape`](crate::quantized::matrix_shape) recovers `[out, in]`;
 //! its dtype is u8 for nested scales, and i8 for fp32 ones. [`sections`] views its parts. `in` must be even.
 //!
-//! **Products** ([`linear`], [`mm_into`], [`mm_transposed_into`]) dequantize a tile of at most [`tile_bytes`], multiply it, and continue
-//! with the next, so beyond their results they take the memory of one tile, whatever the size of the matrix; a tile has at least 64 rows or
-//! columns. Up to [`FEW`](crate::matmul::FEW) vectors are multiplied without a tile ([`matvec`]): each code is read once and looked up in a
-//! register; with AMX, two vectors and more in bf16 are multiplied with weights rounded to bf16. On a CPU tiles are in fp32 (in bf16 for
-//! operands in bf16 that the [`processor`](crate::processor) multiplies itself), and an element of a result has the bits of a product with
-//! the whole matrix. The gradient of W does not exist; backward computes that of x.
-//!
-//! On a GPU a kernel dequantizes a tile, with the CPU's bits, in one read of its codes and one write of its values; where it cannot run,
-//! libtorch's operators do. A tile has the dtype of x, so that x in bf16 or fp16 is multiplied on tensor cores, with accumulators in fp32:
-//! each value of ŵ is rounded once, as in bitsandbytes.
+//! **Products** are those of [`quantized`](crate::quantized). A few vectors are multiplied with codes: each is read once and looked up in a
+//! register; with AMX, two vectors and more in bf16 are multiplied with weights rounded to bf16. On a GPU a kernel dequantizes a tile, with
+//! the CPU's bits, in one read of its codes and one write of its values; where it cannot run, libtorch's operators do.
 //!
 //! ```
 //! use kernels::nf4::{self, Scales};
+//! use kernels::quantized;
 //! use tch::{Kind, Tensor, kind};
 //!
 //! let weight = Tensor::randn([96, 128], kind::FLOAT_CPU);
 //! let stored = nf4::quantize(&weight, Scales::Nested)?;
-//! assert_eq!(nf4::matrix_shape(&stored), Some([96, 128]));
+//! assert_eq!(quantized::matrix_shape(&stored), Some([96, 128]));
 //!
-//! let x = Tensor::randn([5, 128], kind::FLOAT_CPU).set_requires_grad(true);
-//! let y = nf4::linear(&x, &stored, None)?;
-//! assert!(y.allclose(&x.linear::<Tensor>(&nf4::dequantize(&stored, Kind::Float)?, None), 1e-5, 1e-5, false));
-//! runtime::autograd::backward(&[&y.sum(Kind::Float)])?;
-//! assert_eq!(x.grad().size(), [5, 128]);
+//! let error = quantized::dequantize(&stored, Kind::Float)? - &weight;
+//! assert!(error.abs().max().double_value(&[]) < 0.6);
 //! # Ok::<(), runtime::Error>(())
 //! ```
 
 mod cpu;
 pub(crate) mod cuda;
 mod format;
-mod product;
 mod reference;
 
 use std::ops::Range;
 
 use tch::{Device, Kind, Tensor};
 
+pub(crate) use cpu::matvec;
+pub(crate) use format::matrix_shape;
 pub(crate) use format::{Layout, layout};
-pub use format::{NESTED_BLOCK, Scales, Sections, empty, is_nf4, matrix_shape, nested_map, sections};
-pub(crate) use product::few_vectors;
-pub use product::{linear, matvec, mm_into, mm_transposed_into, tile_bytes};
+pub use format::{NESTED_BLOCK, Scales, Sections, empty, is_nf4, nested_map, sections};
 
 use crate::processor::computes_on;
+use crate::quantized::dequantize;
 use runtime::{Error, Result};
 
 /// The number of weights in a block, which share a scale.
@@ -149,41 +140,8 @@ fn is_finite(tensor: &Tensor) -> Result<bool> {
     Ok(tensor.f_isfinite()?.f_all()?.f_int64_value(&[])? != 0)
 }
 
-/// Returns ŵ as a matrix of `kind`: each value computed in fp32 and rounded once.
-///
-/// # Errors
-/// A tensor that is not NF4; errors of libtorch.
-pub fn dequantize(weight: &Tensor, kind: Kind) -> Result<Tensor> {
-    dequantize_rows(weight, 0..expect(weight)?[0], kind)
-}
-
-/// Returns some rows of ŵ: see [`dequantize`].
-///
-/// # Errors
-/// As [`dequantize`]; rows that W does not have.
-pub fn dequantize_rows(weight: &Tensor, rows: Range<i64>, kind: Kind) -> Result<Tensor> {
-    let _no_grad = tch::no_grad_guard();
-    let [out, inner] = expect(weight)?;
-    if rows.start < 0 || rows.start > rows.end || rows.end > out {
-        return Err(refuse(format!("rows {rows:?} of a weight [{out}, {inner}]")));
-    }
-    let options = (stored_kind(kind, weight.device()), weight.device());
-    let mut values = Tensor::f_empty([rows.end - rows.start, inner], options)?;
-    dequantize_window(weight, [rows, 0..inner], &mut values)?;
-    Ok(values.f_to_kind(kind)?)
-}
-
-/// Returns the dtype in which a window is written for a computation in `kind`: one that [`dequantize_window`] supports.
-fn stored_kind(kind: Kind, device: Device) -> Kind {
-    match kind {
-        Kind::BFloat16 => kind,
-        Kind::Half if device != Device::Cpu => kind,
-        _ => Kind::Float,
-    }
-}
-
 /// Writes a window of rows and columns of ŵ into a matrix of its shape: fp32 or bf16, on other devices than the CPU also fp16.
-fn dequantize_window(weight: &Tensor, window: [Range<i64>; 2], out: &mut Tensor) -> Result<()> {
+pub(crate) fn dequantize_window(weight: &Tensor, window: [Range<i64>; 2], out: &mut Tensor) -> Result<()> {
     pass_for(weight.device()).dequantize(weight, window, out)
 }
 

@@ -33,7 +33,7 @@ use kernels::dropout::Mask;
 use kernels::gpu;
 use kernels::low_rank::{Term, base_gradient_into, base_product, base_product_into, rows};
 use kernels::matmul::{mm, mm_into, mm_scaled, mm_widened, wide_kind};
-use kernels::nf4::{self, is_nf4};
+use kernels::quantized::{self, is_quantized};
 use runtime::autograd::{Backward, Forward, Function, apply, retain};
 use runtime::ops::TryScalar;
 use tch::{Kind, Tensor};
@@ -243,12 +243,12 @@ pub(crate) fn squared_norms(weight: &Tensor) -> runtime::Result<Tensor> {
     let wide = wide_kind(weight.kind());
     let of_rows = |rows: Tensor| rows.f_square()?.f_sum_dim_intlist([1].as_slice(), false, wide);
     let weight = weight.f_detach()?;
-    let [out, inner] = nf4::matrix_shape(&weight).unwrap_or_default();
-    let step = (nf4::tile_bytes(weight.device()) / 4 / inner.max(1)).max(1);
+    let [out, inner] = quantized::matrix_shape(&weight).unwrap_or_default();
+    let step = (quantized::tile_bytes(weight.device()) / 4 / inner.max(1)).max(1);
     let tile = |start: i64| {
         let end = out.min(start + step);
-        Ok(of_rows(match is_nf4(&weight) {
-            true => nf4::dequantize_rows(&weight, start..end, wide)?,
+        Ok(of_rows(match is_quantized(&weight) {
+            true => quantized::dequantize_rows(&weight, start..end, wide)?,
             false => weight.f_narrow(0, start, end - start)?.f_to_kind(wide)?,
         })?)
     };
@@ -270,9 +270,9 @@ pub(crate) fn row_norms(
     // W·Aᵀ `[o, r]`.
     let by_weight = |a: &Tensor| -> runtime::Result<Tensor> {
         let options = (kind, weight.device());
-        if is_nf4(&weight) {
+        if is_quantized(&weight) {
             let mut product = Tensor::f_empty([a.size()[0], squares.size()[0]], options)?;
-            nf4::mm_into(&mut product, &a.f_to_kind(products)?, &weight, false)?;
+            quantized::mm_into(&mut product, &a.f_to_kind(products)?, &weight, false)?;
             return Ok(product.f_tr()?);
         }
         let mut product = Tensor::f_empty([squares.size()[0], a.size()[0]], options)?;

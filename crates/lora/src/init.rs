@@ -17,7 +17,7 @@
 //! as PEFT's do: loading recomputes A₀ and B₀ from the base's W.
 
 use kernels::matmul::wide_kind;
-use kernels::nf4;
+use kernels::quantized;
 use runtime::ops::TryScalar;
 use runtime::random::Generator;
 use tch::{Kind, Tensor};
@@ -60,7 +60,7 @@ impl Init {
         generator: &mut Generator,
     ) -> Result<Initial> {
         let _no_grad = tch::no_grad_guard();
-        let [out, inner] = nf4::matrix_shape(weight).unwrap_or_default();
+        let [out, inner] = quantized::matrix_shape(weight).unwrap_or_default();
         let options = (wide_kind(weight.kind()), weight.device());
         let mut uniform = |rows: i64, columns: i64, fan_in: i64| {
             let bound = 1.0 / (fan_in as f64).sqrt();
@@ -93,8 +93,8 @@ impl Init {
 
     /// Returns A₀ and B₀ of PiSSA or OLoRA twice: as initial values, and to subtract.
     fn of_weight(self, weight: &Tensor, r: i64, scaling: f64) -> Result<Initial> {
-        let wide = match nf4::is_nf4(weight) {
-            true => nf4::dequantize(weight, Kind::Float)?,
+        let wide = match quantized::is_quantized(weight) {
+            true => quantized::dequantize(weight, Kind::Float)?,
             false => weight.f_detach()?.f_to_kind(wide_kind(weight.kind()))?,
         };
         let rank = r.min(wide.size()[0]).min(wide.size()[1]);

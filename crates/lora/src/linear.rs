@@ -6,7 +6,8 @@ use std::sync::Arc;
 use kernels::dropout::Mask;
 use kernels::linear::linear;
 use kernels::low_rank::{Affine, Term, low_rank_linear};
-use kernels::nf4::{Scales, is_nf4, matrix_shape};
+use kernels::quantized::blocks::BlockType;
+use kernels::quantized::{is_quantized, is_quantized_layout, matrix_shape};
 use models::Linear;
 use models::module::{Context, Module, Projection, Visitor, VisitorMut, tensors};
 use parking_lot::Mutex;
@@ -133,7 +134,7 @@ impl LoraLinear {
 
     /// Creates a layer without adapters.
     pub(crate) fn over(weight: &Tensor, bias: Option<Tensor>, switch: Arc<Switch>) -> Result<Self> {
-        let shape = matrix_shape(weight).filter(|_| weight.is_floating_point() || is_nf4(weight));
+        let shape = matrix_shape(weight).filter(|_| weight.is_floating_point() || is_quantized(weight));
         let Some(shape) = shape else {
             let value = format!("{:?} {:?}", weight.kind(), weight.size());
             return Err(option("weight", value, "a floating matrix [out, in], or NF4"));
@@ -213,9 +214,17 @@ impl LoraLinear {
         }
         let active = self.active();
         let [first, ..] = active.as_slice() else { return Ok(None) };
-        if is_nf4(&self.weight) {
-            let reason = "the base is in NF4, whose steps are larger than what an adapter changes; load the model in the dtype of its \
-                          original files, and merge there";
+        if is_quantized(&self.weight) {
+            let reason = match BlockType::of(&self.weight) {
+                Some(_) => {
+                    "the base is in the blocks of a GGUF file, whose steps are larger than what an adapter changes; load the model in \
+                            bfloat16, and merge there"
+                }
+                None => {
+                    "the base is in NF4, whose steps are larger than what an adapter changes; load the model in the dtype of its \
+                         original files, and merge there"
+                }
+            };
             return Err(Error::Invalid(reason.to_owned()));
         }
         let wide = self.weight.f_to_kind(first.a.kind())?;
@@ -300,8 +309,7 @@ impl LoraLinear {
             let reason = format!("`x` has shape {:?}; expected […, {}]", of_x.size(), self.in_features());
             return Err(Error::invalid("lora linear", reason));
         }
-        let same_kind =
-            of_x.kind() == weight.kind() || Scales::of(weight.kind()).is_some() || precision::is_set();
+        let same_kind = of_x.kind() == weight.kind() || is_quantized_layout(&weight) || precision::is_set();
         if !same_kind || of_x.device() != weight.device() {
             let expected = format!("{:?} on {:?}, as the weight has", weight.kind(), weight.device());
             let reason = format!("`x` is {:?} on {:?}; expected {expected}", of_x.kind(), of_x.device());

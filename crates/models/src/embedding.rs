@@ -1,5 +1,6 @@
 //! Token embeddings.
 
+use kernels::quantized::{dequantize, is_quantized};
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result, unknown_token, wrong_placement, wrong_shape};
@@ -10,7 +11,7 @@ use crate::module::{Module, Visitor, VisitorMut};
 /// A lookup table with one row per token.
 #[derive(Debug)]
 pub struct Embedding {
-    /// `[vocabulary, width]`.
+    /// `[vocabulary, width]`, or the same matrix quantized ([`kernels::quantized`]), whose rows are read in bf16.
     pub weight: Tensor,
 }
 
@@ -45,8 +46,19 @@ impl Embedding {
                 format!("Int64 on {:?}, the device of the weights", self.weight.device()),
             ));
         }
-        Tensor::f_embedding(&self.weight, tokens_bt, -1, false, false)
-            .map_err(|error| self.unknown_token(tokens_bt).unwrap_or_else(|| error.into()))
+        self.rows(tokens_bt).map_err(|error| self.unknown_token(tokens_bt).unwrap_or_else(|| error.into()))
+    }
+
+    fn rows(&self, tokens_bt: &Tensor) -> std::result::Result<Tensor, tch::TchError> {
+        if !is_quantized(&self.weight) {
+            return Tensor::f_embedding(&self.weight, tokens_bt, -1, false, false);
+        }
+        let _no_grad = tch::no_grad_guard();
+        // Rows of a quantized matrix are one.
+        let rows = self.weight.f_index_select(0, &tokens_bt.f_reshape([-1])?)?;
+        let values =
+            dequantize(&rows, Kind::BFloat16).map_err(|error| tch::TchError::Torch(error.to_string()))?;
+        values.f_view([&tokens_bt.size()[..], &[values.size()[1]]].concat().as_slice())
     }
 
     /// Explains a failed lookup if a token was outside the vocabulary. Called only after a failure, so that a successful lookup

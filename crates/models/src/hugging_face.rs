@@ -50,6 +50,7 @@ use std::path::{Path, PathBuf};
 
 use files::atomic_write;
 use kernels::nf4::Scales;
+use kernels::quantized::blocks;
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
 
@@ -61,6 +62,8 @@ pub(crate) use weights::Weights;
 use crate::error::{self, Error, Result};
 use crate::init::Init;
 use crate::llama::{DecoderConfig, Llama};
+#[cfg(feature = "gguf")]
+use crate::stored_blocks;
 use crate::strict_json;
 use crate::tensors_file::TensorLocation;
 
@@ -210,10 +213,18 @@ impl Folder {
     /// else there is gets bf16: that takes the memory of one matrix in bf16 beside the model's own. Files of bitsandbytes are read as they
     /// are; in a floating dtype they are dequantized.
     ///
+    /// In [`blocks::KIND`] the matrices of a folder over a GGUF file stay in the file's blocks (`stored_blocks`).
+    ///
     /// # Errors
     /// A dtype that models do not compute in; `None` for weights of several dtypes; too little memory; a device that does not
     /// exist.
     pub fn load(&self, kind: Option<Kind>, device: Device) -> Result<Llama> {
+        #[cfg(feature = "gguf")]
+        if kind == Some(blocks::KIND)
+            && let Some(file) = self.gguf_file()
+        {
+            return stored_blocks::load(file, device);
+        }
         let kind = self.kind_or(kind)?;
         // Initial values would be overwritten: every tensor of the model is in the files, which `open` has checked and
         // `copy_into` checks again before it copies.

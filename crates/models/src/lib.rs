@@ -11,6 +11,7 @@
 //! | [`llama`] | one decoder for Llama, Qwen2 and 3, Mistral, SmolLM3, Granite, OLMo 2, Gemma 2 and 3, Phi-3 |
 //! | [`generation`], [`key_value_cache`] | batched text generation, sampling, the KV cache |
 //! | [`hugging_face`] | loading and saving Hugging Face's model folders |
+//! | `stored_blocks` (feature `gguf`) | models whose matrices stay in the blocks of a GGUF file |
 //! | `hub` (feature `hub`) | downloads from the Hugging Face hub, through its cache |
 //! | [`state_dict`], [`tensors_file`] | a module's state; safetensors files |
 //! | [`init`] | weight initialisation |
@@ -42,6 +43,8 @@ pub mod key_value_cache;
 pub mod llama;
 pub mod module;
 pub mod state_dict;
+#[cfg(feature = "gguf")]
+pub mod stored_blocks;
 pub mod tensors_file;
 
 mod activation;

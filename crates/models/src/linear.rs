@@ -3,7 +3,8 @@
 use kernels::gpu;
 use kernels::linear::linear;
 use kernels::low_rank::{Affine, low_rank_linears};
-use kernels::nf4::{self, Scales, matrix_shape};
+use kernels::nf4::{self, Scales};
+use kernels::quantized::{blocks, is_quantized_kind, is_quantized_layout, matrix_shape};
 use runtime::precision;
 use runtime::tensor_layout::TensorLayout;
 use tch::{Device, Kind, Tensor};
@@ -15,7 +16,7 @@ use crate::module::{Context, Module, Projection, Visitor, VisitorMut};
 /// y = x·Wᵀ + b.
 #[derive(Debug)]
 pub struct Linear {
-    /// `[out, in]`, or the same in NF4 ([`kernels::nf4`]): frozen, for an x of any floating dtype.
+    /// `[out, in]`, or the same matrix quantized ([`kernels::quantized`]): frozen, for an x of any floating dtype.
     pub weight: Tensor,
     /// `[out]`.
     pub bias: Option<Tensor>,
@@ -32,7 +33,7 @@ impl Linear {
     }
 
     /// Creates a projection with the given initialisations; no bias for `None`. With a dtype of [`kernels::nf4`] the weight is quantized,
-    /// and the bias is in bf16.
+    /// with [`blocks::KIND`] it is a [`placeholder`]; the bias is in bf16.
     ///
     /// # Errors
     /// As [`Linear::new`], and those of [`Init::parameter`].
@@ -45,6 +46,7 @@ impl Linear {
     ) -> Result<Self> {
         positive("linear", &[("in", in_features), ("out", out_features)])?;
         let weight = match Scales::of(options.0) {
+            _ if options.0 == blocks::KIND => placeholder(out_features, options.1)?,
             Some(scales) => quantized([out_features, in_features], weight, scales, options.1)?,
             None => weight.parameter(&[out_features, in_features], options)?,
         };
@@ -54,9 +56,19 @@ impl Linear {
     }
 }
 
-/// Returns the dtype of what is not quantized in a model of `kind`: bf16 beside NF4, else `kind`.
+/// Returns the dtype of what is not quantized in a model of `kind`: bf16 beside quantized matrices, else `kind`.
 pub(crate) fn dense_kind(kind: Kind) -> Kind {
-    if Scales::of(kind).is_some() { Kind::BFloat16 } else { kind }
+    if is_quantized_kind(kind) { Kind::BFloat16 } else { kind }
+}
+
+/// Returns a tensor without values in the place of a matrix that is in a file's blocks, until it is read.
+pub(crate) fn placeholder(out: i64, device: Device) -> Result<Tensor> {
+    Ok(Tensor::f_empty([out, 0, 0], (Kind::Uint8, device))?)
+}
+
+/// Returns whether a tensor is a [`placeholder`].
+pub(crate) fn is_placeholder(tensor: &Tensor) -> bool {
+    matches!(tensor.size()[..], [_, 0, 0])
 }
 
 fn quantized([out, inner]: [i64; 2], init: Init, scales: Scales, device: Device) -> Result<Tensor> {
@@ -110,7 +122,7 @@ pub(crate) fn project_all<const N: usize>(
 
 fn check(x: &Tensor, weight: &Tensor) -> Result<()> {
     let (of_x, of_weight) = (TensorLayout::of(x)?, TensorLayout::of(weight)?);
-    let is_quantized = Scales::of(of_weight.kind()).is_some();
+    let is_quantized = is_quantized_layout(&of_weight);
     let [_, width] = match of_weight.size() {
         &[out, width] if !is_quantized => [out, width],
         _ => matrix_shape(weight).unwrap_or_default(),

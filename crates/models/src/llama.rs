@@ -49,6 +49,7 @@ mod attention;
 mod block;
 mod rotary;
 
+use kernels::quantized::{blocks, is_quantized};
 use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
@@ -61,7 +62,7 @@ use crate::embedding::Embedding;
 use crate::error::{self, Result};
 use crate::init::Init;
 use crate::key_value_cache::CacheShape;
-use crate::linear::{Linear, dense_kind};
+use crate::linear::{Linear, dense_kind, placeholder};
 use crate::loss_head::ProjectionHead;
 use crate::module::{
     Block, Context, Input, LanguageModel, LogitTransform, LossHead, Module, Visitor, VisitorMut,
@@ -110,7 +111,11 @@ impl Llama {
         let rope = Rotaries::new(config, options.1)?;
         let of_block = options;
         let options = (dense_kind(options.0), options.1);
-        let embed_tokens = Embedding::new(vocab_size, hidden_size, init, options)?;
+        let in_blocks = of_block.0 == blocks::KIND;
+        let embed_tokens = match in_blocks {
+            true => Embedding { weight: placeholder(vocab_size, options.1)? },
+            false => Embedding::new(vocab_size, hidden_size, init, options)?,
+        };
         let block = |layer| -> Result<Box<dyn Block>> {
             wrap(
                 layer,
@@ -121,7 +126,13 @@ impl Llama {
         let head = if config.tie_word_embeddings {
             Linear { weight: embed_tokens.weight.shallow_clone(), bias: None }
         } else {
-            Linear::with_init(hidden_size, vocab_size, None, init, options)?
+            Linear::with_init(
+                hidden_size,
+                vocab_size,
+                None,
+                init,
+                if in_blocks { of_block } else { options },
+            )?
         };
         let transform =
             LogitTransform { scale: 1.0 / config.logits_scaling, softcap: config.final_logit_softcapping };
@@ -210,7 +221,7 @@ impl LanguageModel for Llama {
             layers: self.layers.len(),
             heads,
             head,
-            kind: weight.kind(),
+            kind: if is_quantized(weight) { Kind::BFloat16 } else { weight.kind() },
             device: weight.device(),
         })
     }

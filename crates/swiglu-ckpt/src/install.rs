@@ -154,9 +154,9 @@ fn linears<const N: usize>(name: &str, mlp: &dyn Mlp, names: [&str; N]) -> Resul
             .name
             .split_once('.')
             .and_then(|(part, rest)| Some((names.iter().position(|name| *name == part)?, rest)));
-        if kernels::nf4::is_nf4(&tensor) {
+        if kernels::quantized::is_quantized(&tensor) {
             let reason = format!(
-                "has `{}` in NF4, which a recomputed MLP does not multiply. Leave the MLP as it is, and recompute it by an activation \
+                "has `{}` quantized, which a recomputed MLP does not multiply. Leave the MLP as it is, and recompute it by an activation \
                  plan",
                 named.name
             );

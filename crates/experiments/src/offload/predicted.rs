@@ -37,7 +37,7 @@ pub(crate) fn costs(
     let work = Workload { batch: 1, sequence: u64::try_from(tokens).context("tokens below 0")? };
     let choices = Choices {
         widens: widens(kind, device),
-        tile_bytes: kernels::nf4::tile_bytes(device).unsigned_abs(),
+        tile_bytes: kernels::quantized::tile_bytes(device).unsigned_abs(),
         ..choices(kind, rates, HEAD_TOKENS.min(tokens).unsigned_abs())
     };
     Ok(match step {

@@ -63,6 +63,9 @@ pub fn job(
     if config.offload.as_ref().is_some_and(|offload| offload.method != OffloadMethod::Overlap) {
         return Err(refused("`offload.method` other than \"overlap\""));
     }
+    if kind == kernels::quantized::blocks::KIND {
+        return Err(refused("a base in the blocks of a GGUF file"));
+    }
     let on_cpu = device == Device::Cpu;
     let lora = config.adapter.as_ref().map(|adapter| low_rank(adapter, shape, on_cpu)).transpose()?;
     if lora.is_none() && config.model.freeze.is_some() {
@@ -104,7 +107,7 @@ pub fn job(
         optimizer: state_of(optimizer.rule),
         documents: data.packed,
         widens: widens(operands, device),
-        tile_bytes: kernels::nf4::tile_bytes(device).unsigned_abs(),
+        tile_bytes: kernels::quantized::tile_bytes(device).unsigned_abs(),
         packs: on_cpu,
         flash_workspace: device.is_cuda(),
         mlp_tile,

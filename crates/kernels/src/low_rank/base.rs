@@ -1,4 +1,4 @@
-//! Products with a frozen weight, dense or in NF4.
+//! Products with a frozen weight, dense or quantized.
 
 use runtime::Result;
 use runtime::ops::fill_rows_;
@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 use super::{in_kind, rows, with_width};
 use crate::gpu;
 use crate::matmul::{FEW, Matrix, is_matvec, matvec, mm_into};
-use crate::nf4::{self, is_nf4, matrix_shape};
+use crate::quantized::{self, is_quantized, matrix_shape};
 
 /// Computes x·Wᵀ + b as sums of dtype `kind`, x's or [`wide_kind`](crate::matmul::wide_kind) of it: `[…, i]` to `[…, o]`, for a matrix x or a
 /// contiguous one. Up to [`FEW`] rows of a CPU are multiplied in the weight's dtype.
@@ -18,7 +18,7 @@ use crate::nf4::{self, is_nf4, matrix_shape};
 pub fn base_product(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Result<Tensor> {
     let (of_x, of_weight) = (TensorLayout::of(x)?, TensorLayout::of(weight)?);
     let width = match of_weight.size() {
-        &[width, _] if !is_nf4(weight) => width,
+        &[width, _] if !is_quantized(weight) => width,
         _ => matrix_shape(weight).unwrap_or_default()[0],
     };
     let shape = with_width(of_x.size(), width);
@@ -27,7 +27,7 @@ pub fn base_product(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Ki
         let few = if is_matvec(weight, &of_weight) { matvec(&rows(x)?, weight, bias)? } else { None };
         let product = match few {
             Some(product) => Some(product),
-            None if of_weight.kind() != kind && !is_nf4(weight) => Some(x.f_linear(weight, bias)?),
+            None if of_weight.kind() != kind && !is_quantized(weight) => Some(x.f_linear(weight, bias)?),
             None => None,
         };
         if let Some(product) = product {
@@ -47,8 +47,8 @@ pub fn base_product(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Ki
 /// # Errors
 /// As [`mm_into`].
 pub fn base_product_into(out: &mut Tensor, x: &Tensor, weight: &Tensor, accumulate: bool) -> Result<()> {
-    if is_nf4(weight) {
-        return nf4::mm_into(&mut rows(out)?, &rows(x)?, weight, accumulate);
+    if is_quantized(weight) {
+        return quantized::mm_into(&mut rows(out)?, &rows(x)?, weight, accumulate);
     }
     mm_into(out, Matrix::rows(x), Matrix::from(weight).transposed(), accumulate)
 }
@@ -59,8 +59,8 @@ pub fn base_product_into(out: &mut Tensor, x: &Tensor, weight: &Tensor, accumula
 /// As [`mm_into`].
 pub fn base_gradient_into(sum: &mut Tensor, grad: &Tensor, weight: &Tensor, accumulate: bool) -> Result<()> {
     let kind = sum.kind();
-    if is_nf4(weight) {
-        nf4::mm_transposed_into(&mut rows(sum)?, &rows(grad)?.f_to_kind(kind)?, weight, accumulate)
+    if is_quantized(weight) {
+        quantized::mm_transposed_into(&mut rows(sum)?, &rows(grad)?.f_to_kind(kind)?, weight, accumulate)
     } else if grad.kind() == weight.kind() || grad.device() == Device::Cpu {
         mm_into(sum, Matrix::rows(grad), weight, accumulate)
     } else {

@@ -12,7 +12,7 @@ use super::base::{base_gradient_into, base_product_into};
 use super::{Affine, rows};
 use crate::dropout::Mask;
 use crate::matmul::{mm, mm_into, mm_scaled, mm_scaled_into, mm_widened};
-use crate::nf4::matrix_shape;
+use crate::quantized::matrix_shape;
 
 /// See [`low_rank_linears`](super::low_rank_linears).
 pub(super) fn apply_to(x: &Tensor, projections: &[Affine<'_>]) -> Result<Vec<Tensor>> {

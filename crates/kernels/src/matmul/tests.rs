@@ -254,7 +254,7 @@ fn matvec_is_correct_to_one_rounding() {
 fn matvec_reads_a_lazily_negated_vector() {
     let normal = |shape: [i64; 2]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
     let (x, weight) = (normal([3, 128]), normal([64, 128]));
-    let stored = nf4::quantize(&weight, nf4::Scales::Float).unwrap();
+    let stored = crate::nf4::quantize(&weight, crate::nf4::Scales::Float).unwrap();
     for x_kind in [Kind::Float, Kind::BFloat16] {
         let x = x.to_kind(x_kind);
         for weight in [weight.to_kind(x_kind), stored.shallow_clone()] {

@@ -21,6 +21,7 @@ use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
 use super::{DequantizePass, Layout, NESTED_BLOCK, expect as expect_shape, layout, nested_map};
+use crate::cpu_tensor::{Output, bytes};
 use crate::operands::rows;
 #[cfg(target_arch = "x86_64")]
 use crate::processor::{Simd, simd};
@@ -80,41 +81,6 @@ fn float(bytes: &[u8], index: usize) -> f32 {
     let mut four = [0; 4];
     four.copy_from_slice(&bytes[4 * index..4 * index + 4]);
     f32::from_ne_bytes(four)
-}
-
-/// Returns the bytes of a contiguous CPU tensor.
-fn bytes(tensor: &Tensor) -> &[u8] {
-    let length = tensor.numel() * tensor.kind().elt_size_in_bytes();
-    if length == 0 {
-        return &[];
-    }
-    // SAFETY: callers pass contiguous CPU tensors, so these are exactly its bytes, which live as long as the tensor; bytes have no
-    // invalid value. As with every operation of libtorch that reads a tensor, the caller ensures that no thread writes it meanwhile.
-    unsafe { std::slice::from_raw_parts(tensor.data_ptr().cast::<u8>(), length) }
-}
-
-/// Writes elements of a contiguous CPU tensor from several threads, each its own.
-#[derive(Clone, Copy)]
-struct Output<T> {
-    at: usize,
-    elements: usize,
-    of: std::marker::PhantomData<T>,
-}
-
-impl<T> Output<T> {
-    /// The caller has checked that the tensor is contiguous, on the CPU, and of elements T.
-    fn new(tensor: &Tensor) -> Self {
-        Self { at: tensor.data_ptr() as usize, elements: tensor.numel(), of: std::marker::PhantomData }
-    }
-
-    /// # Safety
-    /// The tensor lives, nothing else uses the range meanwhile.
-    #[allow(clippy::mut_from_ref, reason = "threads write disjoint ranges of one tensor")]
-    unsafe fn range(&self, range: Range<usize>) -> &mut [T] {
-        assert!(range.start <= range.end && range.end <= self.elements);
-        // SAFETY: within the tensor (checked), and by this function's contract.
-        unsafe { std::slice::from_raw_parts_mut((self.at as *mut T).add(range.start), range.len()) }
-    }
 }
 
 /// Quantizes contiguous fp32 values, which begin with a block: writes each block's s in fp32, and the codes. Returns false for values that

@@ -68,7 +68,7 @@ pub fn is_nf4(weight: &Tensor) -> bool {
 
 /// Returns `[out, in]` of a weight: its shape, or that of the matrix that it holds in NF4. `None` for a tensor that is no matrix, or
 /// of bytes that hold none.
-pub fn matrix_shape(weight: &Tensor) -> Option<[i64; 2]> {
+pub(crate) fn matrix_shape(weight: &Tensor) -> Option<[i64; 2]> {
     let &[out, row] = &weight.size()[..] else { return None };
     let Some(scales) = Scales::of(weight.kind()) else { return Some([out, row]) };
     // A byte of a row holds less than two weights; the number of bytes increases with each pair of columns.

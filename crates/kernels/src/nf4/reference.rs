@@ -72,7 +72,8 @@ mod tests {
     use tch::kind;
 
     use super::*;
-    use crate::nf4::{Scales, dequantize, quantize};
+    use crate::nf4::{Scales, quantize};
+    use crate::quantized::dequantize;
 
     /// The same bits as the kernels, also for windows that begin within a block or a byte.
     #[test]

@@ -5,6 +5,7 @@ use kernels::dropout::Mask;
 use kernels::matmul::{matvec, mm};
 use kernels::nf4::{self, Scales};
 use kernels::norm::{self, Norm, Options, add_norm, layer_norm, rms_norm};
+use kernels::quantized;
 use kernels::rope::RotaryTable;
 use kernels::swiglu::silu_mul;
 use runtime::autograd::{Keep, grad};
@@ -57,7 +58,7 @@ fn cases() -> Vec<Case> {
         case("causal attention", &[heads, keys, keys], |x| {
             causal_attention(&x[0], &x[1], &x[2], CausalOptions::default())
         }),
-        case("nf4 linear", &[&[3, 5, 16]], move |x| nf4::linear(&x[0], &weight, None)),
+        case("nf4 linear", &[&[3, 5, 16]], move |x| quantized::linear(&x[0], &weight, None)),
     ]
 }
 
@@ -78,7 +79,7 @@ fn plain_cases() -> Vec<Case> {
             Ok(matvec(&x[0], &quantized, Some(&x[1]))?.unwrap())
         }),
         case("nf4 quantized", &[&[96, 64]], |x| {
-            nf4::dequantize(&nf4::quantize(&x[0], Scales::Nested)?, Kind::Float)
+            quantized::dequantize(&nf4::quantize(&x[0], Scales::Nested)?, Kind::Float)
         }),
         case("norm, forward", &[&[3, 5, 16], &[16], &[16]], |x| {
             let y =

@@ -3,6 +3,7 @@
 mod adam;
 mod autograd_captured;
 mod autograd_retain;
+mod blocks;
 mod causal_attention;
 mod cross_entropy;
 mod empty;

@@ -2,6 +2,7 @@
 
 use kernels::matmul::{FEW, matvec, mm, mm_into};
 use kernels::nf4::{self, Scales};
+use kernels::quantized;
 use runtime::autograd::{GradcheckConfig, backward, gradcheck};
 use runtime::memory::{Region, track_cpu};
 use runtime::random::Generator;
@@ -27,13 +28,13 @@ fn products_and_gradients_have_the_bits_of_the_dense_weight() {
         for [tokens, out, inner] in SHAPES {
             let weight = normal(&mut generator, &[out, inner]);
             let stored = nf4::quantize(&weight, scales).unwrap();
-            let dense = nf4::dequantize(&stored, Kind::Float).unwrap();
+            let dense = quantized::dequantize(&stored, Kind::Float).unwrap();
             // A normal value is at most 0.15 of the block's largest from the nearest of the table.
             assert!(error(&dense, &weight) < 0.2, "{}", error(&dense, &weight));
 
             let x = normal(&mut generator, &[tokens, inner]).set_requires_grad(true);
             let bias = normal(&mut generator, &[out]).set_requires_grad(true);
-            let y = nf4::linear(&x, &stored, Some(&bias)).unwrap();
+            let y = quantized::linear(&x, &stored, Some(&bias)).unwrap();
             let upstream = normal(&mut generator, &[tokens, out]);
             backward(&[&(&y * &upstream).sum(Kind::Float)]).unwrap();
 
@@ -58,9 +59,9 @@ fn operands_in_bf16_are_rounded_once() {
     let mut generator = Generator::new(2).unwrap();
     for [tokens, out, inner] in SHAPES {
         let stored = nf4::quantize(&normal(&mut generator, &[out, inner]), Scales::Nested).unwrap();
-        let dense = nf4::dequantize(&stored, Kind::Double).unwrap();
+        let dense = quantized::dequantize(&stored, Kind::Double).unwrap();
         let x = normal(&mut generator, &[tokens, inner]).to_kind(Kind::BFloat16).set_requires_grad(true);
-        let y = nf4::linear(&x, &stored, None).unwrap();
+        let y = quantized::linear(&x, &stored, None).unwrap();
         let upstream = normal(&mut generator, &[tokens, out]).to_kind(Kind::BFloat16);
         backward(&[&(&y * &upstream).sum(Kind::Float)]).unwrap();
         assert_eq!((y.kind(), x.grad().kind()), (Kind::BFloat16, Kind::BFloat16));
@@ -79,7 +80,7 @@ fn a_few_vectors_are_multiplied_without_a_tile() {
     for scales in [Scales::Float, Scales::Nested] {
         for [out, inner] in [[130, 64], [97, 192], [513, 1088], [64, 4864]] {
             let stored = nf4::quantize(&normal(&mut generator, &[out, inner]), scales).unwrap();
-            let dense = nf4::dequantize(&stored, Kind::Double).unwrap();
+            let dense = quantized::dequantize(&stored, Kind::Double).unwrap();
             for vectors in [1, 2, 3, 4, 5, 9, FEW] {
                 let x = normal(&mut generator, &[vectors, inner]);
                 let bias = normal(&mut generator, &[out]);
@@ -103,7 +104,10 @@ fn a_few_vectors_are_multiplied_without_a_tile() {
         }
     }
     let stored = nf4::quantize(&normal(&mut generator, &[8, 66]), Scales::Float).unwrap();
-    assert!(nf4::matvec(&normal(&mut generator, &[1, 66]), &stored).unwrap().is_none(), "blocks cross rows");
+    assert!(
+        quantized::matvec(&normal(&mut generator, &[1, 66]), &stored).unwrap().is_none(),
+        "blocks cross rows"
+    );
 }
 
 #[test]
@@ -113,7 +117,7 @@ fn derivatives_match_finite_differences() {
     let inputs = [[2, 3, 10].as_slice(), &[7]]
         .map(|shape| generator.normal(shape, kind::DOUBLE_CPU).unwrap().set_requires_grad(true));
     let report = gradcheck(
-        |inputs| Ok(vec![nf4::linear(&inputs[0], &stored, Some(&inputs[1]))?]),
+        |inputs| Ok(vec![quantized::linear(&inputs[0], &stored, Some(&inputs[1]))?]),
         &inputs.each_ref(),
         GradcheckConfig::default(),
     )
@@ -121,24 +125,24 @@ fn derivatives_match_finite_differences() {
     assert_eq!(report.compared, 2 * 3 * 7 * (2 * 3 * 10 + 7), "{report}");
 }
 
-/// Beside its result a product has one tile: [`nf4::tile_bytes`] of a matrix that is five times as large.
+/// Beside its result a product has one tile: [`quantized::tile_bytes`] of a matrix that is five times as large.
 #[test]
 fn a_product_takes_the_memory_of_a_tile() {
     track_cpu().unwrap();
     let (tokens, out, inner) = (33i64, 4096i64, 2560i64);
     let stored = nf4::quantize(&Tensor::ones([out, inner], kind::FLOAT_CPU), Scales::Nested).unwrap();
-    assert!(4 * out * inner >= 5 * nf4::tile_bytes(Device::Cpu));
+    assert!(4 * out * inner >= 5 * quantized::tile_bytes(Device::Cpu));
     let x = Tensor::ones([tokens, inner], kind::FLOAT_CPU).set_requires_grad(true);
     let region = Region::start(Device::Cpu).unwrap();
-    let y = nf4::linear(&x, &stored, None).unwrap();
+    let y = quantized::linear(&x, &stored, None).unwrap();
     let forward = region.finish().unwrap().peak_above_start();
     let upstream = Tensor::ones_like(&y);
     let region = Region::start(Device::Cpu).unwrap();
     runtime::autograd::backward_with(&[&y], &[Some(&upstream)], runtime::autograd::Keep::default()).unwrap();
     let backward = region.finish().unwrap().peak_above_start();
-    let most = |result: i64| (4 * tokens * result + nf4::tile_bytes(Device::Cpu)) as u64;
+    let most = |result: i64| (4 * tokens * result + quantized::tile_bytes(Device::Cpu)) as u64;
     assert!(forward <= most(out) && backward <= most(inner), "{forward} {backward}");
-    assert!((forward.min(backward) as i64) > nf4::tile_bytes(Device::Cpu) / 2);
+    assert!((forward.min(backward) as i64) > quantized::tile_bytes(Device::Cpu) / 2);
 }
 
 /// Rows in bf16 that are multiplied in fp32 take no memory beside a tile of 384 rows. The bits are those of one product.
@@ -151,9 +155,9 @@ fn operands_in_bf16_take_no_memory_beside_the_tile() {
     let x = normal(&mut generator, &[tokens, inner]).to_kind(Kind::BFloat16);
     let mut y = Tensor::zeros([tokens, out], kind::FLOAT_CPU);
     let region = Region::start(Device::Cpu).unwrap();
-    nf4::mm_into(&mut y, &x, &stored, false).unwrap();
+    quantized::mm_into(&mut y, &x, &stored, false).unwrap();
     assert_eq!(region.finish().unwrap().peak_above_start(), 4 * (384 * inner) as u64);
-    let dense = nf4::dequantize(&stored, Kind::Float).unwrap();
+    let dense = quantized::dequantize(&stored, Kind::Float).unwrap();
     let mut expected = Tensor::zeros_like(&y);
     mm_into(&mut expected, &x, &dense.tr(), false).unwrap();
     assert_eq!(y, expected);
@@ -173,15 +177,16 @@ fn what_cannot_be_stored_or_multiplied_is_refused_by_name() {
     assert!(message(nf4::quantize(&whole, Scales::Nested)).contains("in Int; expected a floating dtype"));
     let stored = nf4::quantize(&ones(&[4, 64]), Scales::Nested).unwrap();
     assert!(
-        message(nf4::linear(&ones(&[2, 63]), &stored, None))
+        message(quantized::linear(&ones(&[2, 63]), &stored, None))
             .contains("x is [2, 63] for a weight with 64 columns")
     );
     let mut wrong = ones(&[2, 5]);
-    let error = nf4::mm_into(&mut wrong, &ones(&[2, 64]), &stored, false).unwrap_err().to_string();
+    let error = quantized::mm_into(&mut wrong, &ones(&[2, 64]), &stored, false).unwrap_err().to_string();
     assert!(error.contains("[2, 64] times a weight [4, 64] into [2, 5]"), "{error}");
-    assert!(message(nf4::dequantize(&ones(&[2, 5]), Kind::Float)).contains("which is not NF4"));
+    assert!(message(quantized::dequantize(&ones(&[2, 5]), Kind::Float)).contains("which is not quantized"));
     assert!(
-        message(nf4::dequantize_rows(&stored, 3..5, Kind::Float)).contains("rows 3..5 of a weight [4, 64]")
+        message(quantized::dequantize_rows(&stored, 3..5, Kind::Float))
+            .contains("rows 3..5 of a weight [4, 64]")
     );
 }
 
@@ -190,14 +195,14 @@ fn what_cannot_be_stored_or_multiplied_is_refused_by_name() {
 fn weights_near_the_largest_number_stay_finite_or_are_refused() {
     for scales in [Scales::Float, Scales::Nested] {
         let weight = Tensor::full([256, 128], 3e38, kind::FLOAT_CPU);
-        let found = nf4::dequantize(&nf4::quantize(&weight, scales).unwrap(), Kind::Float).unwrap();
+        let found = quantized::dequantize(&nf4::quantize(&weight, scales).unwrap(), Kind::Float).unwrap();
         assert!(found.equal(&weight), "{scales:?}: {found}");
     }
     // Scales of 3.4e38 and of 0 are 1.7e38 from their mean, and such a distance is rounded up.
     let rows = [Tensor::full([4, 64], 3.4e38, kind::FLOAT_CPU), Tensor::zeros([4, 64], kind::FLOAT_CPU)];
     match nf4::quantize(&Tensor::cat(&rows, 0), Scales::Nested) {
         Ok(stored) => {
-            let found = nf4::dequantize(&stored, Kind::Float).unwrap();
+            let found = quantized::dequantize(&stored, Kind::Float).unwrap();
             assert!(bool::try_from(found.isfinite().all()).unwrap(), "{found}");
         }
         Err(error) => assert!(error.to_string().contains("overflow fp32"), "{error}"),

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use kernels::nf4::matrix_shape;
+use kernels::quantized::matrix_shape;
 use tch::Tensor;
 
 use super::survey::{Found, Survey};

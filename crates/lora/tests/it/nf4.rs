@@ -1,8 +1,10 @@
-//! Adapters over a base in NF4, compared with the same adapters over the dequantized base in fp32.
+//! Adapters over a base in NF4 and in GGUF's blocks, compared with the same adapters over the dequantized base in fp32.
 
 use std::sync::{Arc, Mutex};
 
 use kernels::nf4::{self, Scales};
+use kernels::quantized;
+use kernels::quantized::blocks::{self, BlockType};
 use lora::{Adapters, Init, LoraConfig, LoraLinear, LoraLinearConfig};
 use models::module::{Context, Input, LanguageModel, Projection, parameters, tensors};
 use models::{DecoderConfig, Linear, Llama};
@@ -23,17 +25,30 @@ const TRAINING: Context<'_> = Context {
 };
 
 struct Case {
-    /// Over NF4, and over the same values in fp32.
+    /// Over few bits, and over the same values in fp32.
     layers: [LoraLinear; 2],
     stored: Tensor,
+}
+
+/// Returns a matrix in blocks of 8 bits, with one scale of 2⁻⁶.
+fn in_blocks(weight: &Tensor) -> Tensor {
+    let (out, inner) = weight.size2().unwrap();
+    let codes = (weight * 64.0).round().clamp(-127.0, 127.0).to_kind(Kind::Int8).view_dtype(Kind::Uint8);
+    let scale = Tensor::from_slice(&[0x00u8, 0x24]).view([1, 1, 2]).expand([out, inner / 32, 2], false);
+    let bytes = Tensor::cat(&[scale, codes.view([out, inner / 32, 32])], 2);
+    let bytes: Vec<u8> = Vec::try_from(bytes.view([-1])).unwrap();
+    blocks::from_bytes(BlockType::Q8_0, [out, inner], &bytes).unwrap()
 }
 
 fn case(out: i64, inner: i64, options: &LoraLinearConfig) -> Case {
     let mut generator = Generator::new(1).unwrap();
     let mut normal = |shape: &[i64]| generator.normal(shape, kind::FLOAT_CPU).unwrap();
-    let stored = nf4::quantize(&normal(&[out, inner]), Scales::Nested).unwrap();
+    let stored = match inner % 256 {
+        0 => in_blocks(&normal(&[out, inner])),
+        _ => nf4::quantize(&normal(&[out, inner]), Scales::Nested).unwrap(),
+    };
     let bias = normal(&[out]);
-    let dense = nf4::dequantize(&stored, Kind::Float).unwrap();
+    let dense = quantized::dequantize(&stored, Kind::Float).unwrap();
     let layers = [&stored, &dense].map(|weight| {
         let linear = Linear { weight: weight.shallow_clone(), bias: Some(bias.copy()) };
         LoraLinear::new(linear, options).unwrap()
@@ -88,7 +103,7 @@ fn results_and_gradients_are_those_of_the_dequantized_base() {
     let _alone = GENERATOR.lock().unwrap();
     let state = RandomState::capture(Device::Cpu).unwrap();
     for options in variants() {
-        for (out, inner) in [(96, 128), (50, 22)] {
+        for (out, inner) in [(96, 128), (50, 22), (72, 256)] {
             let Case { layers: [quantized, dense], stored } = case(out, inner, &options);
             let before = stored.copy();
             for tokens in [3, 40] {

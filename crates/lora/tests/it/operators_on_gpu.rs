@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use expect_test::{Expect, expect};
 use kernels::gpu;
 use kernels::nf4::{self, Scales};
+use kernels::quantized;
 use lora::{LoraConfig, LoraLinear, LoraLinearConfig};
 use models::module::{
     Context, Input, LanguageModel, ModuleMapper, Projection, map_modules, parameters, trainable,
@@ -279,7 +280,7 @@ fn results_are_within_the_bounds_of_their_roundings() {
                 results(&layer, &y, &x)
             };
             let mut tensors = parameters(&layer).into_iter().map(|(_, tensor)| match nf4::is_nf4(tensor) {
-                true => nf4::dequantize(tensor, Kind::Float).unwrap().to_kind(Kind::Double),
+                true => quantized::dequantize(tensor, Kind::Float).unwrap().to_kind(Kind::Double),
                 false => tensor.detach().to_kind(Kind::Double),
             });
             let [w, b] = [

@@ -1,7 +1,7 @@
 //! Matrix-vector products with weights in their stored dtype.
 
 use kernels::matmul::{FEW, matvec};
-use kernels::nf4::is_nf4;
+use kernels::quantized::is_quantized;
 use runtime::precision::{Policy, Product};
 use tch::Tensor;
 
@@ -23,7 +23,7 @@ impl Policy for StoredWeights {
         let mut shape = x.size();
         let Some(width) = shape.pop() else { return product(x, weight, bias) };
         let vectors: i64 = shape.iter().product();
-        let result = if vectors <= FEW && (x.kind() == weight.kind() || is_nf4(weight)) {
+        let result = if vectors <= FEW && (x.kind() == weight.kind() || is_quantized(weight)) {
             matvec(&x.f_reshape([vectors, width])?, weight, bias)?
         } else {
             None

@@ -13,6 +13,7 @@
 use std::collections::BTreeMap;
 
 use kernels::nf4::{self, BLOCK, NESTED_BLOCK, Scales, TABLE, nested_map, sections};
+use kernels::quantized;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use tch::{Kind, Tensor};
@@ -172,7 +173,7 @@ impl Weights {
 /// Returns the tensors that a file has for a weight in NF4.
 pub(super) fn tensors(name: &str, weight: &Tensor) -> Result<Vec<(String, Tensor)>> {
     let weight = weight.f_detach()?.f_to_device(tch::Device::Cpu)?;
-    let shape = nf4::matrix_shape(&weight).ok_or_else(|| {
+    let shape = quantized::matrix_shape(&weight).ok_or_else(|| {
         Error::invalid("hugging_face::save", format!("`{name}` in {:?} is not NF4", weight.kind()))
     })?;
     let parts = sections(&weight)?;

@@ -4,7 +4,9 @@ use std::io;
 use std::path::Path;
 
 use files::atomic_write;
-use kernels::nf4::{Scales, is_nf4, matrix_shape};
+use kernels::nf4::{Scales, is_nf4};
+use kernels::quantized::blocks::BlockType;
+use kernels::quantized::matrix_shape;
 use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
@@ -47,6 +49,12 @@ pub fn save_with(
     complete: impl FnOnce(&Path) -> io::Result<()>,
 ) -> Result<()> {
     let state = state_dict(model);
+    if let Some((name, _)) = state.iter().find(|(_, tensor)| BlockType::of(tensor).is_some()) {
+        let reason = format!(
+            "`{name}` is in the blocks of a GGUF file, which safetensors do not have; load the model in bfloat16, and save that"
+        );
+        return Err(Error::invalid("hugging_face::save", reason));
+    }
     if state.iter().any(|(_, tensor)| is_nf4(tensor)) {
         return quantized(model.decoder_config(), &state, max_shard_bytes)?.write(folder, complete);
     }

@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use files::atomic_write;
 use kernels::nf4::{self, Scales};
+use kernels::quantized::{self, blocks};
 use tch::{Device, Kind, Tensor};
 
 use super::bitsandbytes::{self, Locations, Quantized};
@@ -217,7 +218,7 @@ impl Weights {
     /// Copies the wanted tensors, after checking that the whole model matches.
     pub(super) fn copy_some(&self, model: &Llama, is_wanted: &dyn Fn(&str) -> bool) -> Result<()> {
         let targets = tensors(model);
-        let shape = |tensor: &Tensor| match nf4::matrix_shape(tensor) {
+        let shape = |tensor: &Tensor| match quantized::matrix_shape(tensor) {
             Some(shape) => shape.to_vec(),
             None => tensor.size(),
         };
@@ -236,7 +237,7 @@ impl Weights {
         let values = match (self.quantized.get(name), nf4::is_nf4(target)) {
             (None, false) => return self.copy_values(name, target).map(|()| true),
             (Some(quantized), true) => self.packed(name, quantized)?,
-            (Some(quantized), false) => nf4::dequantize(&self.packed(name, quantized)?, target.kind())?,
+            (Some(quantized), false) => quantized::dequantize(&self.packed(name, quantized)?, target.kind())?,
             (None, true) => {
                 // From the values that a model in bf16 has.
                 let dense = Tensor::f_empty(&shape, (Kind::BFloat16, Device::Cpu))?;
@@ -309,6 +310,10 @@ fn is_floating(kind: Kind) -> bool {
 pub(super) fn check_kind(kind: Kind) -> Result<()> {
     if is_floating(kind) || Scales::of(kind).is_some() {
         return Ok(());
+    }
+    if kind == blocks::KIND {
+        let reason = "the blocks of a GGUF file, and the model is a folder of safetensors; give the GGUF file, or another dtype";
+        return Err(Error::invalid("hugging_face", reason));
     }
     let reason =
         format!("a model in {}; expected float32, bfloat16, float16, float64 or NF4", dtype_name(kind));

@@ -1,14 +1,14 @@
 //! Finds numbers that are not finite among the tensors of a module.
 
 use kernels::gradients::found_non_finite;
-use kernels::nf4::{dequantize, is_nf4};
+use kernels::quantized::{dequantize_rows, is_quantized, matrix_shape, tile_bytes};
 use tch::{Kind, Tensor};
 
 use super::{Module, tensors};
 use crate::error::Result;
 
-/// Returns the name of the first tensor of the state that has an infinity or a NaN, from one read of each; weights in NF4 are
-/// dequantized, one at a time.
+/// Returns the name of the first tensor of the state that has an infinity or a NaN, from one read of each; quantized weights are
+/// dequantized by tiles of rows.
 ///
 /// # Errors
 /// Errors of libtorch.
@@ -36,11 +36,19 @@ pub fn first_non_finite_of<E: From<crate::Error>>(
 
 fn is_finite(tensor: &Tensor) -> Result<bool> {
     let _no_grad = tch::no_grad_guard();
-    let flag = match is_nf4(tensor) {
-        true => found_non_finite(&[dequantize(tensor, Kind::Float)?])?,
-        false => found_non_finite(&[tensor])?,
-    };
-    Ok(flag.f_double_value(&[0])? == 0.0)
+    if !is_quantized(tensor) {
+        return Ok(found_non_finite(&[tensor])?.f_double_value(&[0])? == 0.0);
+    }
+    // A tile of rows at a time.
+    let [out, inner] = matrix_shape(tensor).unwrap_or_default();
+    let step = (tile_bytes(tensor.device()) / 4 / inner.max(1)).max(1);
+    for start in (0..out).step_by(step as usize) {
+        let rows = dequantize_rows(tensor, start..out.min(start + step), Kind::Float)?;
+        if found_non_finite(&[rows])?.f_double_value(&[0])? != 0.0 {
+            return Ok(false);
+        }
+    }
+    Ok(true)
 }
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use kernels::nf4::{is_nf4, matrix_shape};
+use kernels::quantized::{is_quantized, matrix_shape};
 use regex::Regex;
 use tch::Tensor;
 
@@ -56,9 +56,9 @@ pub struct ParameterCount {
 pub fn parameter_count(module: &(impl Module + ?Sized)) -> ParameterCount {
     let mut count = ParameterCount { total: 0, trainable: 0 };
     for (_, tensor) in parameters(module) {
-        // Bytes of a weight in NF4 hold more than one parameter.
-        let in_nf4 = matrix_shape(tensor).filter(|_| is_nf4(tensor));
-        let numel = in_nf4.map_or(tensor.numel() as u64, |[out, inner]| (out * inner).unsigned_abs());
+        // Bytes of a quantized weight hold more than one parameter, or less.
+        let stored = matrix_shape(tensor).filter(|_| is_quantized(tensor));
+        let numel = stored.map_or(tensor.numel() as u64, |[out, inner]| (out * inner).unsigned_abs());
         count.total += numel;
         count.trainable += if tensor.requires_grad() { numel } else { 0 };
     }

@@ -22,6 +22,8 @@ mod nf4;
 mod parts;
 mod rope_spellings;
 mod sharded;
+#[cfg(feature = "gguf")]
+mod stored_blocks;
 mod tensors_file;
 mod windowed_attention;
 mod writers;

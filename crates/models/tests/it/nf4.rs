@@ -5,6 +5,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use kernels::nf4::{self, Scales, sections};
+use kernels::quantized;
 use models::generation::{GenerationConfig, generate};
 use models::hugging_face::{self, Folder, SHARD_BYTES};
 use models::module::{Input, LanguageModel, parameter_count, tensors};
@@ -62,7 +63,7 @@ fn fixtures_codes_scales_and_values_are_those_of_bitsandbytes() {
                 if end == "float32" && original.kind() != Kind::Float {
                     continue;
                 }
-                let values = nf4::dequantize(&stored, kind).unwrap();
+                let values = quantized::dequantize(&stored, kind).unwrap();
                 assert_eq!(bytes(&values), bytes(of(end)), "{name} {form}: {end}");
             }
             compared += 1;
@@ -96,7 +97,7 @@ fn fixtures_a_folder_of_bitsandbytes_is_the_model_of_transformers() {
     for (from_files, made_here) in tensors(&quantized).into_iter().zip(tensors(&own)) {
         assert_eq!(from_files.name, made_here.name);
         if nf4::is_nf4(from_files.tensor) {
-            let dequantized = nf4::dequantize(from_files.tensor, Kind::Float).unwrap();
+            let dequantized = quantized::dequantize(from_files.tensor, Kind::Float).unwrap();
             assert_eq!(dequantized, values[&from_files.name], "{}", from_files.name);
             assert_eq!(from_files.tensor, made_here.tensor, "{}: quantized here", from_files.name);
             matrices += 1;

@@ -1,6 +1,7 @@
 //! Dequantization of a weight in NF4.
 
 use kernels::nf4::{self, Scales};
+use kernels::quantized;
 use report::cli::Scale;
 use tch::Device;
 
@@ -14,7 +15,7 @@ pub(super) fn dequantization(device: Device, scale: Scale) -> anyhow::Result<Fig
         what: "NF4 to bf16",
         shape: format!("{out} × {inner}"),
         bytes: (stored.numel() + 2 * weight.numel()) as f64,
-        ours: Box::new(move |_| nf4::dequantize(&stored, KIND).map(drop)),
+        ours: Box::new(move |_| quantized::dequantize(&stored, KIND).map(drop)),
         libtorch: None,
     };
     let mut figures = Vec::new();

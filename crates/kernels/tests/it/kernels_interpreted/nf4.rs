@@ -2,7 +2,8 @@
 
 use std::ops::Range;
 
-use kernels::nf4::{Scales, Sections, TABLE, dequantize, nested_map, quantize, sections};
+use kernels::nf4::{Scales, Sections, TABLE, nested_map, quantize, sections};
+use kernels::quantized::dequantize;
 use runtime::random::Generator;
 use tch::{Kind, Tensor};
 

@@ -1,4 +1,4 @@
-//! Products with a weight in NF4, tile by tile.
+//! Products with a quantized weight, tile by tile.
 
 use runtime::Result;
 use runtime::autograd::{Backward, Forward, Function, apply, retain};
@@ -6,8 +6,9 @@ use runtime::device::graph::operators_only;
 use runtime::profile::{Flops, kernel, record_external};
 use tch::{Device, Kind, Tensor};
 
-use super::{BLOCK, dequantize_window, expect, refuse, stored_kind};
-use crate::{gpu, matmul};
+use super::blocks::{self, BlockType};
+use super::{dequantize_window, expect, refuse, stored_kind};
+use crate::{gpu, matmul, nf4};
 
 /// Returns the largest number of bytes of the dequantized values that a product has at a time, unless 128 rows or columns have more: 8 MiB on
 /// a CPU, and 64 MiB on a GPU, where a tile takes two launches and most matrices are one tile.
@@ -17,12 +18,14 @@ pub fn tile_bytes(device: Device) -> i64 {
 
 /// Smallest number of rows or columns of a tile: products of fewer have other bits in the `gemm` crate.
 const LEAST: i64 = 128;
+/// Rows or columns of a tile are a multiple of this, unless all fit: whole blocks of NF4.
+const MULTIPLE: i64 = 64;
 
 /// Computes `out = x·Ŵᵀ`; with `accumulate`, `out += x·Ŵᵀ`: x `[m, in]`, `out [m, out]`. See [`matmul::mm_into`] for dtypes and errors; x
 /// may also have another dtype than `out`.
 ///
 /// # Errors
-/// A weight that is not NF4; shapes that do not match; as [`matmul::mm_into`].
+/// A weight that is not quantized; shapes that do not match; as [`matmul::mm_into`].
 pub fn mm_into(out: &mut Tensor, x: &Tensor, weight: &Tensor, accumulate: bool) -> Result<()> {
     multiply(out, x, weight, accumulate, Side::Rows)
 }
@@ -65,15 +68,19 @@ fn multiply(out: &mut Tensor, x: &Tensor, weight: &Tensor, accumulate: bool, sid
         _ => Kind::Float,
     };
     let stored = stored_kind(kind, device);
-    let step = (tile_bytes(device) / stored.elt_size_in_bytes() as i64 / width / BLOCK * BLOCK)
+    let step = (tile_bytes(device) / stored.elt_size_in_bytes() as i64 / width / MULTIPLE * MULTIPLE)
         .max(LEAST)
         .min(length);
     let tile_size = |length: i64| if side == Side::Rows { [length, width] } else { [width, length] };
     let memory = Tensor::f_empty([step * width], (stored, device))?;
     // On the CPU a product in fp32 casts operands in 16 bits itself.
     let x = if mixes(device, kind, x) { x.shallow_clone() } else { x.f_to_kind(kind)? };
-    for start in (0..length).step_by(step as usize) {
-        let count = step.min(length - start);
+    let mut start = 0;
+    while start < length {
+        let rest = length - start;
+        // The last tile is no smaller than the least: the tile before it leaves it enough.
+        let leaves_few = (step + 1..step + LEAST).contains(&rest) && step >= 2 * LEAST;
+        let count = if leaves_few { (rest - LEAST) / MULTIPLE * MULTIPLE } else { step.min(rest) };
         let mut tile = memory.f_narrow(0, 0, count * width)?.f_view(tile_size(count))?;
         let window = start..start + count;
         let window = if side == Side::Rows { [window, 0..columns] } else { [0..rows, window] };
@@ -81,6 +88,7 @@ fn multiply(out: &mut Tensor, x: &Tensor, weight: &Tensor, accumulate: bool, sid
         let tile = tile.f_to_kind(kind)?;
         let right = if side == Side::Rows { tile.f_tr()? } else { tile };
         into_window(&mut out.f_narrow(1, start, count)?, &x, &right, accumulate)?;
+        start += count;
     }
     Ok(())
 }
@@ -109,10 +117,10 @@ fn into_window(out: &mut Tensor, x: &Tensor, right: &Tensor, accumulate: bool) -
 }
 
 /// Computes `x·Ŵᵀ` into fp32 for at most [`FEW`](matmul::FEW) vectors `x [vectors, in]` without a tile; `None` for more, on other
-/// devices, and for widths that are no multiples of 64.
+/// devices, and in NF4 for widths that are no multiples of 64.
 ///
 /// # Errors
-/// A weight that is not NF4; another width.
+/// A weight that is not quantized; another width.
 pub fn matvec(x: &Tensor, weight: &Tensor) -> Result<Option<Tensor>> {
     few_vectors(x, weight, None, Kind::Float)
 }
@@ -133,14 +141,19 @@ pub(crate) fn few_vectors(
     }
     let on_cpu = [Some(x), Some(weight), bias].into_iter().flatten().all(|one| one.device() == Device::Cpu);
     let on_cpu = on_cpu && !gpu::is_chosen(Device::Cpu) && !operators_only();
-    if !on_cpu || !(1..=matmul::FEW).contains(&vectors) || columns % BLOCK != 0 {
+    let stored = BlockType::of(weight);
+    let are_whole = stored.is_some() || columns % nf4::BLOCK == 0;
+    if !on_cpu || !(1..=matmul::FEW).contains(&vectors) || !are_whole {
         return Ok(None);
     }
-    let scope = kernel("kernels::nf4::matvec", [x, weight]);
-    let product = super::cpu::matvec(x, weight, bias, kind)?;
+    let scope = kernel("kernels::quantized::matvec", [x, weight]);
+    let product = match stored {
+        Some(stored) => blocks::matvec(stored, x, weight, bias, kind)?,
+        None => nf4::matvec(x, weight, bias, kind)?,
+    };
     drop(scope);
     let flops = Flops::from((2 * vectors * rows * columns).unsigned_abs());
-    record_external("kernels::nf4::matvec", flops, weight.numel() as u64)?;
+    record_external("kernels::quantized::matvec", flops, weight.numel() as u64)?;
     Ok(Some(product))
 }
 
@@ -152,12 +165,12 @@ pub(crate) fn few_vectors(
 pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let mut inputs = vec![x, weight];
     inputs.extend(bias);
-    let function = Nf4Linear { shape: x.size(), kind: x.kind(), bias: bias.map(Tensor::kind) };
+    let function = QuantizedLinear { shape: x.size(), kind: x.kind(), bias: bias.map(Tensor::kind) };
     let [y] = apply(function, &inputs)?;
     Ok(y)
 }
 
-struct Nf4Linear {
+struct QuantizedLinear {
     /// Of x.
     shape: Vec<i64>,
     kind: Kind,
@@ -165,9 +178,9 @@ struct Nf4Linear {
     bias: Option<Kind>,
 }
 
-impl Function for Nf4Linear {
+impl Function for QuantizedLinear {
     fn name(&self) -> &'static str {
-        "nf4 linear"
+        "quantized linear"
     }
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
