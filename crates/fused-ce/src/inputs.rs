@@ -2,6 +2,7 @@
 
 use std::sync::Arc;
 
+use kernels::quantized::{is_quantized, matrix_shape};
 use runtime::autograd::GradMode;
 use tch::{Device, Kind, Tensor};
 
@@ -121,7 +122,9 @@ pub(crate) fn check(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result
     let Some((&hidden, leading)) = size.split_last() else {
         return Err(shape("hidden", x, "[…, hidden]"));
     };
-    let &[columns, width] = &w.size()[..] else { return Err(shape("weight", w, "[vocabulary, hidden]")) };
+    let Some([columns, width]) = matrix_shape(w) else {
+        return Err(shape("weight", w, "[vocabulary, hidden]"));
+    };
     if width != hidden {
         return Err(shape("weight", w, format!("[vocabulary, {hidden}] for hidden states {size:?}")));
     }
@@ -139,7 +142,8 @@ pub(crate) fn check(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result
         }
         same(name, tensor, kind, x.device())
     };
-    same("weight", w, kind, x.device())?;
+    // A quantized weight is for hidden states of any dtype.
+    same("weight", w, if is_quantized(w) { w.kind() } else { kind }, x.device())?;
     per_class("bias", inputs.bias, columns, kind)?;
     per_class("class_weights", inputs.class_weights, vocabulary, compute_kind(kind))?;
     if let Some(adapter) = inputs.adapter {

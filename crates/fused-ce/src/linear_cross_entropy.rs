@@ -1,6 +1,7 @@
 //! The entry point: checks the inputs, plans the chunks and applies the autograd function.
 
 use kernels::cross_entropy::{LogitsPass, pass_for};
+use kernels::quantized::is_quantized;
 use runtime::autograd::{GradMode, apply_any};
 use runtime::ops::TryScalar;
 use runtime::precision;
@@ -30,7 +31,7 @@ pub struct Output {
 }
 
 impl LinearCrossEntropy {
-    /// Returns the loss of the logits x·Wᵀ: x `[…, h]`, W `[v, h]`, `targets` `[…]` int64.
+    /// Returns the loss of the logits x·Wᵀ: x `[…, h]`, W `[v, h]`, also [quantized](kernels::quantized), `targets` `[…]` int64.
     ///
     /// # Errors
     /// Shapes, dtypes or devices that do not match, a target outside the vocabulary, an option outside its range, a budget
@@ -51,6 +52,9 @@ impl LinearCrossEntropy {
             return self.run_without_policy(inputs);
         }
         if inputs.hidden.device() == Device::Cpu {
+            if is_quantized(inputs.weight) {
+                return self.run_without_policy(inputs);
+            }
             let hidden = inputs.hidden.f_to_kind(inputs.weight.kind())?;
             return self.run_without_policy(&Inputs { hidden: &hidden, ..inputs.clone() });
         }

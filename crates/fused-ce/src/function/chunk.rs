@@ -1,6 +1,7 @@
 //! One chunk of tokens: operands, products, targets and the weights of its rows.
 
 use kernels::cross_entropy::{Statistics, Targets as TileTargets, Transform, Wanted};
+use kernels::low_rank::base_product_into;
 use kernels::matmul::mm_into;
 use runtime::ops::TryScalar;
 use runtime::{Error as RuntimeError, Result};
@@ -94,7 +95,7 @@ impl Fused {
         start: i64,
         count: i64,
     ) -> Result<()> {
-        mm_into(tile, x, &operands.weight().f_tr()?, false)?;
+        base_product_into(tile, x, operands.weight(), false)?;
         if let (Some(low_rank), Some(b)) = (&operands.by_slot[LOW_RANK], &operands.by_slot[ADAPTER_B]) {
             mm_into(tile, &self.gather(low_rank, start, count)?, &b.f_tr()?, true)?;
         }

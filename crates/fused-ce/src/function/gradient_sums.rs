@@ -2,6 +2,7 @@
 //! the only one.
 
 use kernels::matmul::mm_into;
+use kernels::quantized::{is_quantized, matrix_shape, mm_transposed_into};
 use runtime::Result;
 use tch::{Device, Kind, Tensor};
 
@@ -66,7 +67,7 @@ impl GradientSums {
                 continue;
             }
             let matrix = operands.by_slot[for_columns].as_ref().expect("a wanted gradient has a given input");
-            let width = matrix.size()[1];
+            let [_, width] = matrix_shape(matrix).unwrap_or_default();
             let x = x.take().filter(|_| for_tokens == HIDDEN);
             if self.wanted[for_columns] {
                 let rows = match x {
@@ -88,7 +89,10 @@ impl GradientSums {
             }
             if self.wanted[for_tokens] {
                 let mut into = self.token_rows(of, for_tokens, width, start, count, device)?;
-                mm_into(&mut into, &gradient, matrix, false)?;
+                match is_quantized(matrix) {
+                    true => mm_transposed_into(&mut into, &gradient, matrix, false)?,
+                    false => mm_into(&mut into, &gradient, matrix, false)?,
+                }
                 self.store_token_rows(of, for_tokens, &into, start, count)?;
             }
         }

@@ -13,6 +13,7 @@ mod model;
 mod naive;
 mod options;
 mod precision_policy;
+mod quantized_weight;
 mod semantics;
 mod threads;
 mod vocabulary_parallel;
