@@ -8,14 +8,14 @@
 //! | [`logits`] | logits and the temporaries of the loss |
 //! | [`vocabulary_parallel`] | the loss of ranks that share the vocabulary, and the bytes that they send |
 //! | [`kv_cache`] | keys and values of generation |
-//! | [`nf4`] | frozen weights of four bits |
+//! | [`quantized`] | frozen weights in few bits |
 //!
 //! A step as this project runs it is put together by [`candidates`](crate::candidates), one of a lecture by [`textbook`](crate::textbook).
 
 pub mod kv_cache;
 pub mod logits;
-pub mod nf4;
 pub mod optimizer;
+pub mod quantized;
 pub mod recipe;
 pub mod vocabulary_parallel;
 pub mod zero;

@@ -17,6 +17,7 @@ use frugal::config::{Bytes, OffloadConfig, OffloadTier};
 use frugal::models::hugging_face::Folder;
 use frugal::offload::{Offload, Tier};
 use frugal::planning::{self, Budget, MachineRates, PeakMeter};
+use kernels::quantized::blocks;
 use lora::peft::TENSORS_FILE;
 use models::generation::{FinishReason, Generated, GenerationConfig, Generator};
 use models::tensors_file::dtype_name;
@@ -105,7 +106,9 @@ impl Generate {
         budget: Bytes,
         config: &mut OffloadConfig,
     ) -> anyhow::Result<()> {
-        if !matches!(kind, Kind::Float | Kind::BFloat16) && !planning::recipe(kind).quantized {
+        if !matches!(kind, Kind::Float | Kind::BFloat16)
+            && (!planning::recipe(kind).is_quantized() || kind == blocks::KIND)
+        {
             bail!(
                 "the weights are {}, and a budget is planned for float32, bfloat16 and nf4; give --dtype, or --offload without --budget",
                 dtype_name(kind)

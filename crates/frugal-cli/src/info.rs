@@ -6,7 +6,7 @@ use std::path::Path;
 
 use crate::common_flags::Common;
 use accounting::Decoder;
-use accounting::memory::nf4;
+use accounting::memory::quantized;
 use clap::Args;
 use frugal::planning;
 use lora::LoraConfig;
@@ -60,13 +60,13 @@ fn of_model(common: &Common, arguments: &Info, folder: &Folder) -> anyhow::Resul
     let config = folder.config();
     let parameters = config.parameter_count();
     let kind = folder.kind().ok();
-    let recipe = kind.map(planning::recipe).filter(|recipe| recipe.quantized);
+    let recipe = kind.map(planning::recipe).filter(|recipe| recipe.is_quantized());
     let dtype = match (kind, recipe) {
         (_, Some(recipe)) => recipe.name.to_owned(),
         (kind, None) => kind.map_or_else(|| "several".to_owned(), dtype_name),
     };
     let bytes = match recipe {
-        Some(recipe) => Some(nf4::model_bytes(&Decoder::from_config(config)?, &recipe)?),
+        Some(recipe) => Some(quantized::model_bytes(&Decoder::from_config(config)?, &recipe)?),
         None => kind.map(|kind| parameters * kind.elt_size_in_bytes() as u64),
     };
     let adapter = arguments.adapter.adapter(&arguments.folder)?;

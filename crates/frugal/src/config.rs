@@ -53,6 +53,7 @@ use std::path::Path;
 use std::str::FromStr;
 
 use kernels::nf4::Scales;
+use kernels::quantized::blocks;
 use lora::LoraConfig;
 use serde::{Deserialize, Serialize};
 use tch::Kind;
@@ -207,10 +208,12 @@ pub enum Dtype {
     Float64,
     /// 4 bits (nested scales) in the frozen projections of the blocks, for adapters and generation; bfloat16 elsewhere.
     Nf4,
+    /// The blocks of a GGUF file, as they are, in all its matrices, which are frozen, for adapters and generation; bfloat16 elsewhere.
+    Gguf,
 }
 
 impl Dtype {
-    /// Returns the same in `tch`; for NF4 the dtype of its tensors ([`kernels::nf4`]).
+    /// Returns the same in `tch`; for NF4 the dtype of its tensors ([`kernels::nf4`]), for a file's blocks [`blocks::KIND`].
     pub fn kind(self) -> Kind {
         match self {
             Self::Float32 => Kind::Float,
@@ -218,6 +221,7 @@ impl Dtype {
             Self::Float16 => Kind::Half,
             Self::Float64 => Kind::Double,
             Self::Nf4 => Scales::Nested.kind(),
+            Self::Gguf => blocks::KIND,
         }
     }
 }

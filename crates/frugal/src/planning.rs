@@ -24,10 +24,12 @@ pub use peak_usage::{MemorySamples, PeakMeter, PeakUsage, note_preparation};
 pub use rates::{MachineRates, file_read_rate, layer_load_rate, loopback_rate};
 
 use accounting::memory::logits::Loss;
+use accounting::memory::quantized::StoredBytes;
 use accounting::memory::recipe::Recipe;
 use accounting::offload::sizes::{Choices, Logits};
 use accounting::recompute::NormKernel;
 use kernels::nf4::Scales;
+use kernels::quantized::blocks;
 use tch::{Device, Kind};
 
 /// Returns the choices of `accounting` that describe a step of this project's models: weights in `kind`, the fused loss over `loss_chunk`
@@ -59,11 +61,13 @@ pub fn trained_recipe(kind: Kind, master_weights: bool) -> Recipe {
     }
 }
 
-/// Returns the number formats of a model whose weights are in `kind`. Optimizers keep their state in fp32.
+/// Returns the number formats of a model whose weights are in `kind`. Optimizers keep their state in fp32. Of the
+/// blocks of a GGUF file the bytes are not known here.
 pub fn recipe(kind: Kind) -> Recipe {
     match kind {
         Kind::Float => Recipe::FP32,
         kind if Scales::of(kind).is_some() => Recipe::NF4,
+        blocks::KIND => Recipe::blocks(StoredBytes::default()),
         _ => Recipe::BF16_FP32_STATE,
     }
 }

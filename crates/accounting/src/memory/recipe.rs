@@ -10,7 +10,8 @@
 //! | `fp16-master`, `bf16-master` | 2 | 4 | 2 | 8 | 16 |
 //! | `bf16` | 2 | – | 2 | 4 | 8 |
 //!
-//! `nf4` is `bf16` with the matrices of the blocks in 4.13 bits; they cannot be trained, so it is for adapters and inference.
+//! `nf4` is `bf16` with the matrices of the blocks in 4.13 bits, and `gguf` with all matrices as a file has them; they cannot be trained, so
+//! these are for adapters and inference.
 //!
 //! An 8-bit Adam replaces the 8 by 2 (and 1/32 for its scales); SGD with momentum by 4.
 //!
@@ -20,6 +21,7 @@
 use std::str::FromStr;
 
 use crate::memory::optimizer::Optimizer;
+use crate::memory::quantized::{Matrices, StoredBytes};
 use crate::{Dtype, Error};
 
 /// The number formats of a training.
@@ -43,8 +45,8 @@ pub struct Recipe {
     pub residual: Dtype,
     /// Whether autocast keeps a copy of each weight in `compute` during a forward and backward.
     pub casts: bool,
-    /// Whether the matrices of the blocks are in NF4 ([`nf4`](crate::memory::nf4)), and so frozen.
-    pub quantized: bool,
+    /// How matrices are stored, which are frozen unless they are dense.
+    pub matrices: Matrices,
 }
 
 use Dtype::{Bf16, Fp16, Fp32};
@@ -61,7 +63,7 @@ impl Recipe {
         compute: Fp32,
         residual: Fp32,
         casts: false,
-        quantized: false,
+        matrices: Matrices::Dense,
     };
     /// `torch.autocast` in fp16 (with a loss scaler) over fp32 parameters, which are the master weights.
     pub const AMP_FP16: Self = Self {
@@ -89,7 +91,7 @@ impl Recipe {
         compute: Bf16,
         residual: Bf16,
         casts: false,
-        quantized: false,
+        matrices: Matrices::Dense,
     };
     /// The same with gradients accumulated in fp32, as Megatron does.
     pub const BF16_MASTER_FP32_GRADS: Self = Self {
@@ -129,9 +131,19 @@ impl Recipe {
     pub const NF4: Self = Self {
         name: "nf4",
         summary: "a frozen base: the blocks' matrices in NF4, everything else in bf16",
-        quantized: true,
+        matrices: Matrices::Nf4,
         ..Self::BF16
     };
+
+    /// A frozen base whose matrices stay in the blocks of a GGUF file, with the bytes of that file.
+    pub const fn blocks(stored: StoredBytes) -> Self {
+        Self {
+            name: "gguf",
+            summary: "a frozen base: all matrices in the blocks of a GGUF file, everything else in bf16",
+            matrices: Matrices::Blocks(stored),
+            ..Self::BF16
+        }
+    }
 
     /// All recipes that train a whole model.
     pub const ALL: [Self; 7] = [
@@ -144,13 +156,18 @@ impl Recipe {
         Self::BF16,
     ];
 
+    /// Returns whether matrices are stored in few bits.
+    pub fn is_quantized(&self) -> bool {
+        self.matrices != Matrices::Dense
+    }
+
     /// Refuses a recipe whose weights cannot be trained.
     pub(crate) fn check_trained(&self) -> Result<(), Error> {
-        if !self.quantized {
+        if !self.is_quantized() {
             return Ok(());
         }
         Err(Error::Shape {
-            what: "weights in NF4 cannot be trained".into(),
+            what: "quantized weights cannot be trained".into(),
             remedy: "train adapters of them, or take another recipe".into(),
         })
     }

@@ -15,7 +15,7 @@ use crate::activation_plan::LayerPlan;
 use crate::decoder_flops::{self, Recomputation, StepFlops, Workload};
 use crate::exact::{product, sum};
 use crate::lora::{self, LowRank};
-use crate::memory::nf4;
+use crate::memory::quantized;
 use crate::memory::recipe::Recipe;
 use crate::memory::{Item, kv_cache, total};
 use crate::model::{Decoder, Part};
@@ -37,8 +37,8 @@ pub use weight_copies::update_bytes;
 pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<StepCosts, Error> {
     swiglu(model, work)?;
     let flops = decoder_flops::step(model, work, &Recomputation::default())?;
-    let slot_bytes = flat_bytes(&nf4::block_bytes(model, &choices.recipe)?)?;
-    let weight_bytes = choices.recipe.parameters.bytes(outer_parameters(model)?)?;
+    let slot_bytes = flat_bytes(&quantized::block_bytes(model, &choices.recipe)?)?;
+    let weight_bytes = quantized::outer_bytes(model, &choices.recipe)?;
     let layer = Layer {
         slot_bytes,
         forward_seconds: choices.seconds(
@@ -57,7 +57,7 @@ pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<S
         ..WorkingMemory::default()
     };
     Ok(StepCosts {
-        layers: repeat(layer, model)?,
+        layers: repeat(layer, model, &choices.recipe)?,
         fixed: Fixed {
             weight_bytes,
             seconds: choices.seconds(outer_flops(&flops) as f64, 1.0, output_bytes(model, choices)?),
@@ -166,7 +166,7 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
         )?,
         ..working
     };
-    Ok(StepCosts { layers: repeat(layer, model)?, fixed, working, training: true })
+    Ok(StepCosts { layers: repeat(layer, model, &choices.recipe)?, fixed, working, training: true })
 }
 
 /// Returns the costs of training adapters of a frozen base, with `labelled` labelled tokens (`None`: all). Adapters, their
@@ -184,7 +184,7 @@ pub fn adapters(
     let flops = lora::flops::step(model, lora, work, labelled, &recomputation())?;
     let tensors = lora.tensors(model)?;
     let learning = region(&tensors, LowRank::WIDE)?;
-    let frozen = flat_bytes(&nf4::block_bytes(model, &choices.recipe)?)?;
+    let frozen = flat_bytes(&quantized::block_bytes(model, &choices.recipe)?)?;
     let state = choices.optimizer.state_bytes_of(tensors.iter().map(|&one| (1, one)), LowRank::WIDE)?;
     let backward = flops.backward.causal + flops.recomputed.causal;
     let layer = Layer {
@@ -207,7 +207,7 @@ pub fn adapters(
     let fixed = Fixed {
         weight_bytes: sum(
             "bytes beside the layers",
-            [choices.recipe.parameters.bytes(outer_parameters(model)?)?, lora.frozen_bytes(model)?],
+            [quantized::outer_bytes(model, &choices.recipe)?, lora.frozen_bytes(model)?],
         )?,
         // The frozen output matrix has no gradient.
         seconds: choices.training_seconds(
@@ -217,7 +217,7 @@ pub fn adapters(
         ),
         ..Fixed::default()
     };
-    Ok(StepCosts { layers: repeat(layer, model)?, fixed, working, training: true })
+    Ok(StepCosts { layers: repeat(layer, model, &choices.recipe)?, fixed, working, training: true })
 }
 
 /// Returns the same step with every layer resident under an activation plan, in the order of forward, for
@@ -365,8 +365,7 @@ fn outer_parameters(model: &Decoder) -> Result<u64, Error> {
 
 /// Returns the bytes of the output matrix.
 fn output_bytes(model: &Decoder, choices: &Choices) -> Result<u64, Error> {
-    let elements = product("parameters of the output", &[model.vocabulary, model.hidden])?;
-    choices.recipe.parameters.bytes(elements)
+    quantized::output_bytes(model, &choices.recipe)
 }
 
 fn input_bytes(model: &Decoder, work: Workload, choices: &Choices) -> Result<u64, Error> {
@@ -384,7 +383,8 @@ fn layer_flops(flops: &StepFlops, model: &Decoder, all: u128, outer_passes: u128
     (all - outer_passes * outer_flops(flops)) as f64 / model.layers as f64
 }
 
-fn repeat(layer: Layer, model: &Decoder) -> Result<Vec<Layer>, Error> {
+/// Returns the layers. Of those in the blocks of a file the first is the largest, and the others share what they have together.
+fn repeat(layer: Layer, model: &Decoder, recipe: &Recipe) -> Result<Vec<Layer>, Error> {
     /// Maximum number of layers in a simulation.
     const MOST: u64 = 10_000;
     if model.layers > MOST {
@@ -393,7 +393,13 @@ fn repeat(layer: Layer, model: &Decoder) -> Result<Vec<Layer>, Error> {
             remedy: format!("give a model of at most {MOST} layers"),
         });
     }
-    Ok(vec![layer; model.layers as usize])
+    let mut layers = vec![layer; model.layers as usize];
+    let smaller = quantized::smaller_layers(model, recipe);
+    if let Some(others) = layers.get_mut(1..).filter(|others| !others.is_empty()) {
+        let each = smaller / others.len() as u64;
+        others.iter_mut().for_each(|layer| layer.slot_bytes -= each.min(layer.slot_bytes));
+    }
+    Ok(layers)
 }
 
 #[cfg(test)]

@@ -35,8 +35,9 @@ mod tiled_mlp;
 
 use crate::exact::product;
 use crate::lora::{LowRank, Projection};
+use crate::memory::Item;
+use crate::memory::quantized::{self, Matrices};
 use crate::memory::recipe::Recipe;
-use crate::memory::{Item, nf4};
 use crate::model::{Decoder, Linear};
 use crate::recompute::NormKernel;
 use crate::{Error, exact};
@@ -142,9 +143,9 @@ impl ProjectionBytes {
         } else {
             c
         };
-        let tile = |length, width| match recipe.quantized {
-            true => nf4::tile_bytes(tile_bytes, length, width, element),
-            false => Ok(0),
+        let tile = |length, width| match recipe.matrices {
+            Matrices::Dense => Ok(0),
+            _ => quantized::tile_bytes(tile_bytes, length, width, element),
         };
 
         // Elements of W and b, and of A, B and the magnitudes.

@@ -12,6 +12,7 @@
 
 use crate::exact::{self, product, sum};
 use crate::memory::logits::{self, Loss};
+use crate::memory::quantized::{self, Matrices};
 use crate::memory::recipe::Recipe;
 use crate::memory::{Item, total};
 use crate::model::Decoder;
@@ -76,6 +77,9 @@ fn chunked(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<Item>, Erro
     if labelled < tokens || c < 4 {
         items.push(Item::new("a chunk's gradient of its hidden states", 4, &narrow)?);
     }
+    if let Some(tile) = tile(model, options.recipe, 4)? {
+        items.push(tile);
+    }
     if c < 4 {
         items.push(Item::new("the same, rounded", c, &narrow)?);
         if !options.on_cpu {
@@ -83,6 +87,15 @@ fn chunked(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<Item>, Erro
         }
     }
     Ok(items)
+}
+
+/// The tile of an output matrix in the blocks of a file, in numbers of `bytes`.
+fn tile(model: &Decoder, recipe: &Recipe, bytes: u64) -> Result<Option<Item>, Error> {
+    if !matches!(recipe.matrices, Matrices::Blocks(_)) {
+        return Ok(None);
+    }
+    let bytes = quantized::tile_bytes(quantized::CPU_TILE, model.vocabulary, model.hidden, bytes)?;
+    Ok(Some(Item { name: "a tile of the output matrix", bytes }))
 }
 
 /// Returns the peak bytes of the head of a training step, from the last block's output to the gradient of that output, beyond what
@@ -165,6 +178,8 @@ pub(crate) fn inference_bytes(
         Logits::LastToken => options.work.batch,
     };
     let logits = product("bytes of the logits", &[rows, model.vocabulary, c])?;
+    let tile = tile(model, options.recipe, c)?.map_or(0, |tile| tile.bytes);
+    let logits = sum("bytes of the head", [logits, tile])?;
     // First the block's output and the norm's, then the norm's and the logits.
     sum("bytes of the head", [narrow, narrow.max(logits)])
 }

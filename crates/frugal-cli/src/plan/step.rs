@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use accounting::Decoder;
 use accounting::decoder_flops::Workload;
 use accounting::lora::LowRank;
-use accounting::memory::nf4;
+use accounting::memory::quantized;
 use accounting::memory::recipe::Recipe as AccountedRecipe;
 use accounting::offload::sizes::Choices;
 use accounting::offload::{AvailableMemory, Direction, Gpu, Rates, StepCosts, gpu, sizes};
@@ -22,6 +22,7 @@ use frugal::config::{ActivationPlan, Bytes, OffloadTier, Task};
 use frugal::models::DecoderConfig;
 use frugal::planning::{self, Budget, MachineRates, NotPredicted};
 use frugal::{Config, Recipe};
+use kernels::quantized::blocks;
 use report::cli::Failure;
 use serde_json::{Value, json};
 use tch::{Device, Kind};
@@ -205,7 +206,7 @@ fn planned(arguments: &StepArgs, device: Device) -> anyhow::Result<PlannedStep> 
     let work = Workload { batch: config.training.batch as u64, sequence: tokens };
     let is_one_batch = arguments.is_inference() || arguments.ranks.ranks > 1;
     let batches = if is_one_batch { 1 } else { config.training.accumulation as u64 };
-    let weights = nf4::model_bytes(&model, &planning::recipe(kind))?;
+    let weights = quantized::model_bytes(&model, &planning::recipe(kind))?;
     let low_rank = |adapter| planning::low_rank(adapter, &shape(&model), on_cpu).map_err(not_predicted);
     let lora = config.adapter.as_ref().map(low_rank).transpose()?;
     if let Some(adapter) = config.adapter.as_ref().filter(|_| arguments.flags.has(&["--targets"])) {
@@ -353,7 +354,7 @@ impl StepArgs {
         }
         let kind = self.model.kind();
         let is_frozen = config.adapter.is_some() || self.is_inference();
-        let is_quantized = |kind: Kind| planning::recipe(kind).quantized && is_frozen;
+        let is_quantized = |kind: Kind| planning::recipe(kind).is_quantized() && is_frozen;
         kind.filter(|kind| matches!(kind, Kind::Float | Kind::BFloat16) || is_quantized(*kind))
     }
 
@@ -366,10 +367,12 @@ impl StepArgs {
         let Some(kind) = self.kind(config) else {
             return Ok(if trains_all { Kind::Float } else { Kind::BFloat16 });
         };
-        let is_quantized = planning::recipe(kind).quantized;
+        let is_quantized = planning::recipe(kind).is_quantized();
         match kind {
             Kind::Float | Kind::BFloat16 => {}
-            _ if !is_quantized => bail!("--dtype: a plan is made for float32, bfloat16 and nf4"),
+            _ if !is_quantized || kind == blocks::KIND => {
+                bail!("--dtype: a plan is made for float32, bfloat16 and nf4")
+            }
             _ if trains_all => bail!("--dtype nf4: 4-bit weights cannot be trained; give --method lora"),
             _ if self.ranks.ranks > 1 => {
                 bail!("--dtype nf4: a plan over several ranks is made for float32 and bfloat16")
@@ -426,8 +429,9 @@ impl StepArgs {
             None if self.is_inference() => &[Direction::Forward],
             None => &[Direction::Forward, Direction::Backward],
         };
-        let quantized = planning::recipe(planned.kind).quantized;
-        let bytes = if quantized { nf4::WEIGHT_BYTES } else { planned.kind.elt_size_in_bytes() as f64 };
+        let quantized = planning::recipe(planned.kind).is_quantized();
+        let bytes =
+            if quantized { quantized::NF4_WEIGHT_BYTES } else { planned.kind.elt_size_in_bytes() as f64 };
         let least = |&pass: &Direction| -> anyhow::Result<_> {
             Ok((pass, plan.least_tokens(machine.flops, &machine.transfers, bytes, pass)?))
         };

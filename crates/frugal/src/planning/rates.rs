@@ -67,9 +67,9 @@ impl MachineRates {
     }
 }
 
-/// Returns the dtype of the operands of weights in `kind`: bf16 for those in NF4.
+/// Returns the dtype of the operands of weights in `kind`: bf16 for quantized ones.
 pub(super) fn product_kind(kind: Kind) -> Kind {
-    if kernels::nf4::Scales::of(kind).is_some() { Kind::BFloat16 } else { kind }
+    if kernels::quantized::is_quantized_kind(kind) { Kind::BFloat16 } else { kind }
 }
 
 fn rate(measurement: &Measurement) -> Result<f64> {

@@ -8,7 +8,7 @@ use crate::config::{
     Compute, Config, Dtype, FrozenPlace, OffloadMethod, OffloadTier, OptimizerPlace, nearest_name,
 };
 use crate::error::{Error, Result};
-use crate::recipe::pairs::{self, KEPT_CASTS, NF4, RECOMPUTE, kept_by};
+use crate::recipe::pairs::{self, KEPT_CASTS, RECOMPUTE, kept_by};
 
 /// Passes over the data whose batches can be counted one by one.
 const MAX_EPOCHS: u64 = 1_000_000;
@@ -149,10 +149,10 @@ pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
     if optimizer.zero_stage == 3 && config.keeps_casts() {
         return refused(&format!("{} in mixed precision", kept_by(config)), KEPT_CASTS, RECOMPUTE);
     }
-    if optimizer.zero_stage == 3 && config.model.dtype == Some(Dtype::Nf4) {
-        let why = "layers that are divided are placeholders of NaN between their uses, which bytes of four-bit weights do not have";
+    if optimizer.zero_stage == 3 && pairs::is_quantized(config) {
+        let why = "layers that are divided are placeholders of NaN between their uses, which bytes of quantized weights do not have";
         let remedy = "use `optimizer.zero_stage = 2`, where each rank has the whole base";
-        return refused(NF4, why, remedy);
+        return refused(&pairs::quantized(config), why, remedy);
     }
     if !["auto", "cpu"].contains(&&*config.training.device) {
         let why = "ranks are connected over CPUs; groups over NCCL have never run on a GPU";

@@ -40,13 +40,12 @@ impl Setting {
 pub(super) const KEPT_CASTS: &str =
     "the activations of a layer then include casts of its weights, which would stay for all layers at once";
 pub(super) const RECOMPUTE: &str = "use `activations.plan = \"recompute\"`, or `model.dtype = \"bfloat16\"` with `precision.compute = \"fp32\"`";
-pub(super) const NF4: &str = "`model.dtype = \"nf4\"`";
 
 const HOST: Setting =
     when("`optimizer.place = \"host\"`", |config| config.optimizer.place == OptimizerPlace::Host);
 const OFFLOAD: Setting = when("`offload`", |config| config.offload.is_some());
 const LEVEL: Setting = when("`mlp.level`", |config| config.mlp.level.is_some());
-const IN_NF4: Setting = when(NF4, |config| config.model.dtype == Some(Dtype::Nf4));
+const QUANTIZED: Setting = named(quantized, is_quantized);
 const FULL: Setting = when("full fine-tuning", |config| config.adapter.is_none());
 const FP16: Setting =
     when("`precision.compute = \"fp16\"`", |config| config.precision.compute == Compute::Fp16);
@@ -157,19 +156,19 @@ static RULES: [Rule; 20] = [
         "use `model.dtype = \"float32\"`, or `precision.compute = \"fp32\"`",
     ),
     (
-        IN_NF4,
+        QUANTIZED,
         FULL,
-        "weights of four bits cannot take the steps of an optimizer",
+        "quantized weights cannot take the steps of an optimizer",
         "train an adapter, or use `model.dtype = \"bfloat16\"`",
     ),
     (
-        IN_NF4,
+        QUANTIZED,
         LEVEL,
         "the recomputed MLP is one function over three weights of a floating dtype",
         "leave `mlp.level` out and use `activations.recompute = \"mlp\"`",
     ),
     (
-        IN_NF4,
+        QUANTIZED,
         when("`precision.compute = \"fp8\"`", |config| config.precision.compute == Compute::Fp8),
         "a product in fp8 rounds its weight again",
         "use `precision.compute = \"bf16\"`",
@@ -219,6 +218,15 @@ fn tier(config: &Config) -> Option<OffloadTier> {
 }
 
 /// The key by which layers keep some of their activations.
+/// Whether the matrices of the base are quantized.
+pub(super) fn is_quantized(config: &Config) -> bool {
+    matches!(config.model.dtype, Some(Dtype::Nf4 | Dtype::Gguf))
+}
+
+pub(super) fn quantized(config: &Config) -> String {
+    format!("`model.dtype = \"{}\"`", if config.model.dtype == Some(Dtype::Gguf) { "gguf" } else { "nf4" })
+}
+
 fn kept_in_parts(config: &Config) -> String {
     match config.activations.plan {
         ActivationPlan::Plan => "`activations.plan = \"plan\"`".to_owned(),

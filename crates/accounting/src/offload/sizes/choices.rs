@@ -1,8 +1,8 @@
 //! Settings that determine the costs of a step.
 
 use crate::memory::logits::Loss;
-use crate::memory::nf4;
 use crate::memory::optimizer::Optimizer;
+use crate::memory::quantized;
 use crate::memory::recipe::Recipe;
 use crate::passes::head::Logits;
 use crate::recompute::NormKernel;
@@ -31,7 +31,7 @@ pub struct Choices {
     /// Whether products of 16 bits in mixed precision, and those with weights in NF4, are computed in fp32, as on a CPU without
     /// instructions for 16 bits.
     pub widens: bool,
-    /// Largest number of bytes of a tile of a weight in NF4: `kernels::nf4::tile_bytes`.
+    /// Largest number of bytes of a tile of a weight in NF4: `kernels::quantized::tile_bytes`.
     pub tile_bytes: u64,
     /// Whether a product packs its weights before it computes, as on a CPU: then the time to read and write them adds up with that of the
     /// FLOPs, and passes over fewer rows take longer.
@@ -60,7 +60,7 @@ impl Default for Choices {
             product_workspaces: 0,
             documents: false,
             widens: false,
-            tile_bytes: nf4::CPU_TILE,
+            tile_bytes: quantized::CPU_TILE,
             packs: false,
             inputs_on_host: false,
             flash_workspace: false,

@@ -33,7 +33,7 @@ fn allocations_are_freed_except_listed_tensors() {
                 gradients: false,
                 documents: flag(0) && flag(3),
                 widens: flag(0) && flag(4) && !flag(5),
-                tile_bytes: crate::memory::nf4::CPU_TILE,
+                tile_bytes: crate::memory::quantized::CPU_TILE,
                 mlp_tile: None,
                 flash_workspace: false,
             };
@@ -73,7 +73,7 @@ fn a_gpu_keeps_low_rank_products_in_the_dtype_of_the_base() {
             gradients: false,
             documents: false,
             widens: false,
-            tile_bytes: crate::memory::nf4::CPU_TILE,
+            tile_bytes: crate::memory::quantized::CPU_TILE,
             mlp_tile: None,
             flash_workspace: false,
         };

@@ -43,7 +43,7 @@ pub(super) struct TiledMlpOptions<'a> {
 impl TiledMlp {
     pub(super) fn new(model: &Decoder, options: &TiledMlpOptions<'_>) -> Result<Self, Error> {
         let TiledMlpOptions { tokens, recipe, widens, everything, gradients, most } = *options;
-        if recipe.casts || recipe.quantized {
+        if recipe.casts || recipe.is_quantized() {
             return Err(Error::Shape {
                 what: "a tiled MLP in mixed precision or over NF4 is not modelled".into(),
                 remedy: "leave out the tiles, or take another dtype".into(),
