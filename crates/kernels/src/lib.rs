@@ -35,8 +35,8 @@ pub mod adam;
 #[cfg(target_arch = "x86_64")]
 mod amx;
 pub mod attention;
-pub mod cross_entropy;
 mod cpu_tensor;
+pub mod cross_entropy;
 mod cuda;
 pub mod dropout;
 #[cfg(test)]

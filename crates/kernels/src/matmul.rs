@@ -225,7 +225,7 @@ pub fn compute_kind(device: Device, kind: Kind) -> Kind {
 }
 
 /// Returns whether [`matvec`] may be faster than libtorch's product with this weight.
-pub(crate) fn is_matvec(weight: &Tensor, layout: &TensorLayout) -> bool {
+pub(crate) fn is_matvec(layout: &TensorLayout) -> bool {
     layout.numel() as i64 >= SMALL || is_quantized_layout(layout)
 }
 

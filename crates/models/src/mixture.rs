@@ -39,7 +39,7 @@ mod routing;
 
 use decoder::Mixture;
 use kernels::matmul::wide_kind;
-use kernels::nf4::is_nf4;
+use kernels::quantized::is_quantized;
 use runtime::autograd::apply;
 use runtime::precision;
 use tch::{Device, Kind, Tensor};
@@ -111,7 +111,7 @@ impl Mlp for SparseMlp {
         for (expert, _) in routing.ranges() {
             for (_, projection) in self.experts[*expert].projections() {
                 let weight = &projection.weight;
-                let is_cast = has_policy && !is_nf4(weight);
+                let is_cast = has_policy && !is_quantized(weight);
                 inputs.push(if is_cast { precision::weight(weight)? } else { weight.shallow_clone() });
             }
         }

@@ -24,7 +24,7 @@ pub fn base_product(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Ki
     let shape = with_width(of_x.size(), width);
     let count: i64 = shape[..shape.len().saturating_sub(1)].iter().product();
     if count <= FEW && !gpu::is_chosen(of_x.device()) {
-        let few = if is_matvec(weight, &of_weight) { matvec(&rows(x)?, weight, bias)? } else { None };
+        let few = if is_matvec(&of_weight) { matvec(&rows(x)?, weight, bias)? } else { None };
         let product = match few {
             Some(product) => Some(product),
             None if of_weight.kind() != kind && !is_quantized(weight) => Some(x.f_linear(weight, bias)?),

@@ -2,7 +2,7 @@
 
 use kernels::low_rank::{base_gradient_into, base_product_into};
 use kernels::matmul::{mm, wide_kind};
-use kernels::nf4::matrix_shape;
+use kernels::quantized::matrix_shape;
 use kernels::swiglu as fused;
 use runtime::autograd::{Backward, Forward, Function};
 use runtime::{Error, Result};
