@@ -5,6 +5,8 @@
 //! | [`norm`] | layer norm and RMS norm, alone or with the residual sum before them |
 //! | [`rope`] | rotary position embedding |
 //! | [`attention`] | causal attention and the attention of one query |
+//! | [`delta_rule`] | the gated delta rule: linear attention by chunks and by tokens |
+//! | [`causal_conv`] | a causal depthwise convolution with SiLU |
 //! | [`swiglu`] | SiLU(gate)·up |
 //! | [`dropout`] | a mask that is a function of a seed |
 //! | [`cross_entropy`] | the passes over a tile of logits |
@@ -28,16 +30,18 @@
 //! behind it, `pass_for` chooses one for a device, and `Operands` checks the tensors of a pass. `FRUGAL_CUDA_KERNELS=off` chooses the
 //! operators, and `FRUGAL_CUDA_CHECK=1` finds the launch that failed.
 //!
-//! [`norm`], [`rope`], [`swiglu::silu_mul`], [`attention`], [`linear`](mod@linear) and [`low_rank`] are nodes of the graph; the others record
+//! [`norm`], [`rope`], [`swiglu::silu_mul`], [`attention`], [`delta_rule`], [`causal_conv`], [`linear`](mod@linear) and [`low_rank`] are nodes of the graph; the others record
 //! nothing, and are for use in a hand-written [`Function`](runtime::autograd::Function).
 
 pub mod adam;
 #[cfg(target_arch = "x86_64")]
 mod amx;
 pub mod attention;
+pub mod causal_conv;
 mod cpu_tensor;
 pub mod cross_entropy;
 mod cuda;
+pub mod delta_rule;
 pub mod dropout;
 #[cfg(test)]
 mod every_kernel;

@@ -6,6 +6,7 @@ mod autograd_retain;
 mod blocks;
 mod causal_attention;
 mod cross_entropy;
+mod delta_rule;
 mod empty;
 mod kernels_cuda;
 mod kernels_interpreted;
