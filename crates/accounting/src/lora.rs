@@ -169,6 +169,15 @@ impl LowRank {
                 "give a model of the family qwen2 or llama",
             ));
         }
+        if model.linear.is_some() {
+            return Err(refusal(
+                format!(
+                    "adapters of {}, some layers of which have linear attention",
+                    model.family.model_type()
+                ),
+                "measure a step instead",
+            ));
+        }
         let of_mlp = [Projection::Gate, Projection::Up, Projection::Down];
         if model.experts.is_some() && of_mlp.iter().any(|projection| self.targets.has(*projection)) {
             return Err(refusal(

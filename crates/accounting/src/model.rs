@@ -10,6 +10,7 @@
 //! | [`Qwen2`](Family::Qwen2) | `d → hk`, `d → nk` × 2 with biases | SwiGLU `3 · d · f` | RMSNorm | rotary |
 //! | [`Llama`](Family::Llama), [`Mistral`](Family::Mistral), [`SmolLm3`](Family::SmolLm3), [`Granite`](Family::Granite) | the same, without biases | SwiGLU `3 · d · f` | RMSNorm | rotary |
 //! | [`Qwen3`](Family::Qwen3) | the same, queries and keys normalised per head | SwiGLU `3 · d · f` | RMSNorm | rotary |
+//! | [`Qwen35`](Family::Qwen35) | linear attention in most layers; in the others as Qwen3 with a gate, `d → 2hk` | SwiGLU `3 · d · f` | RMSNorm | rotary |
 //! | [`Qwen3Moe`](Family::Qwen3Moe) | as Qwen3 | SwiGLU `3 · d · f` in each of the experts, a router | RMSNorm | rotary |
 //! | [`Olmo2`](Family::Olmo2) | the same, queries and keys normalised as a whole | SwiGLU `3 · d · f` | RMSNorm after each branch | rotary |
 //! | [`Phi3`](Family::Phi3) | one `d → hk + 2nk` | SwiGLU, `d → 2f` and `f → d` | RMSNorm | rotary |
@@ -31,7 +32,7 @@ use decoder::{DecoderConfig, NormPlacement, Projection, QueryKeyNorm, ROUTER, Wi
 use crate::exact::positive;
 use crate::{Error, exact};
 
-pub use decoder::{ExpertSizes, Family, Sizes, WindowedLayers};
+pub use decoder::{ExpertSizes, Family, LinearSizes, Sizes, WindowedLayers};
 
 /// Maximum number of experts of a layer.
 const MAX_EXPERTS: u64 = 1 << 11;
@@ -72,6 +73,12 @@ impl Decoder {
             ("experts", sizes.experts.map_or(1, |experts| experts.count)),
             ("experts of a token", sizes.experts.map_or(1, |experts| experts.per_token)),
             ("feed-forward of an expert", sizes.experts.map_or(1, |experts| experts.feed_forward)),
+            ("layers with linear attention", sizes.linear.map_or(1, |linear| linear.layers)),
+            ("key heads of linear attention", sizes.linear.map_or(1, |linear| linear.key_heads)),
+            ("value heads of linear attention", sizes.linear.map_or(1, |linear| linear.value_heads)),
+            ("a key of linear attention", sizes.linear.map_or(1, |linear| linear.key)),
+            ("a value of linear attention", sizes.linear.map_or(1, |linear| linear.value)),
+            ("the convolution's window", sizes.linear.map_or(1, |linear| linear.window)),
         ] {
             positive(what, value)?;
         }
@@ -135,6 +142,23 @@ impl Decoder {
                     format!(
                         "give at most the layers of the model, {MAX_EXPERTS} experts, and a token at most all"
                     ),
+                );
+            }
+        }
+        if let Some(linear) = sizes.linear {
+            if !family.facts().has_linear_layers {
+                return wrong(
+                    format!("{} has linear attention", family.model_type()),
+                    "give a family that has it".into(),
+                );
+            }
+            if linear.layers > layers || !linear.value_heads.is_multiple_of(linear.key_heads) {
+                return wrong(
+                    format!(
+                        "{} of {layers} layers have linear attention with {} key heads for {} value heads",
+                        linear.layers, linear.key_heads, linear.value_heads
+                    ),
+                    "give at most the layers of the model, and key heads that divide the value heads".into(),
                 );
             }
         }
@@ -238,8 +262,14 @@ impl Decoder {
         })
     }
 
-    /// Returns whether the layers are all alike, or an error with the mixture of experts that only some have.
+    /// Returns an error with linear attention, or with the mixture of experts that only some layers have.
     pub(crate) fn check_uniform(&self) -> Result<(), Error> {
+        if let Some(linear) = self.linear {
+            return Err(Error::Shape {
+                what: format!("{} of {} layers have linear attention", linear.layers, self.layers),
+                remedy: "its parameters and its cache are predicted; measure a step instead".into(),
+            });
+        }
         match self.experts.filter(|experts| experts.layers < self.layers) {
             None => Ok(()),
             Some(experts) => Err(Error::Shape {
@@ -277,15 +307,20 @@ impl Decoder {
         Linear::new(ROUTER, Part::FeedForward, self.hidden, experts.count, false)
     }
 
-    /// The products of a block with an ordinary MLP.
+    /// The products of a block with an ordinary MLP and without linear attention.
     pub(crate) fn dense_linears(&self) -> Result<Vec<Linear>, Error> {
+        self.linears_of(self.family.projections())
+    }
+
+    /// These products of a block.
+    pub(crate) fn linears_of(&self, projections: &'static [Projection]) -> Result<Vec<Linear>, Error> {
         let linear = |projection: &Projection| {
             let part = if projection.is_attention() { Part::Attention } else { Part::FeedForward };
             let (inputs, outputs) =
                 (self.checked_width(projection.input)?, self.checked_width(projection.output)?);
             Ok(Linear::new(projection.name, part, inputs, outputs, self.has_bias(projection.bias)))
         };
-        self.family.projections().iter().map(linear).collect()
+        projections.iter().map(linear).collect()
     }
 
     /// Returns the matrix products with weights outside the blocks: the output projection, and in front of it
@@ -308,6 +343,7 @@ pub const fn has_modelled_passes(family: Family) -> bool {
     family.is_swiglu()
         && family.has_separate_projections()
         && !family.facts().has_experts
+        && !family.facts().has_linear_layers
         && matches!(family.facts().norms, NormPlacement::Pre)
 }
 

@@ -5,7 +5,7 @@
 //! is written once, as the embedding. GPT-2's `Conv1D` keeps its weights as `[inputs, outputs]`, the other families
 //! as `[outputs, inputs]`.
 
-use decoder::{EXPERT_PROJECTIONS, expert_projection};
+use decoder::{EXPERT_PROJECTIONS, LINEAR_ATTENTION, expert_projection};
 
 use crate::model::{Decoder, ExpertSizes, Family, Linear, Part};
 use crate::{Error, exact};
@@ -79,11 +79,22 @@ impl Decoder {
     fn all_block_parameters(&self) -> Result<u64, Error> {
         const WHAT: &str = "parameters of all blocks";
         let sparse = self.experts.map_or(0, |experts| experts.layers);
-        let of_layers = |layers: u64, experts| match layers {
+        let linear = self.linear.map_or(0, |linear| linear.layers);
+        let of_layers = |layers: u64, tensors: Result<Vec<ParameterTensor>, Error>| match layers {
             0 => Ok(0),
-            _ => exact::product(WHAT, &[layers, count(&self.block_tensors_with(experts)?)?]),
+            _ => exact::product(WHAT, &[layers, count(&tensors?)?]),
         };
-        exact::sum(WHAT, [of_layers(self.layers - sparse, None)?, of_layers(sparse, self.experts)?])
+        // Which layers have linear attention is independent of which have experts.
+        exact::sum(
+            WHAT,
+            [
+                of_layers(self.layers, Ok(self.block_norms()))?,
+                of_layers(self.layers - linear, self.attention_tensors())?,
+                of_layers(linear, self.linear_tensors_of_block())?,
+                of_layers(self.layers - sparse, self.mlp_tensors(None))?,
+                of_layers(sparse, self.mlp_tensors(self.experts))?,
+            ],
+        )
     }
 
     /// Returns the number of parameters of one block.
@@ -177,27 +188,61 @@ impl Decoder {
     /// The tensors of each block, without the block's prefix; an error if only some layers have experts.
     pub(crate) fn block_tensors(&self) -> Result<Vec<ParameterTensor>, Error> {
         self.check_uniform()?;
-        self.block_tensors_with(self.experts)
+        // The order of the models' modules: `sharding` cuts its buckets along it.
+        let (attention, mlp) = (self.attention_tensors()?, self.mlp_tensors(self.experts)?);
+        let norms = self.block_norms();
+        let [before, after] = if self.family == Family::Gpt2 { [norms, vec![]] } else { [vec![], norms] };
+        Ok([before, attention, mlp, after].concat())
     }
 
-    /// The tensors of a block with these experts in place of the MLP, or with the MLP.
-    fn block_tensors_with(&self, experts: Option<ExpertSizes>) -> Result<Vec<ParameterTensor>, Error> {
-        // The order of the models' modules: `sharding` cuts its buckets along it.
-        let norms = self.family.norm_names();
-        let (norms_before, norms_after) =
-            if self.family == Family::Gpt2 { (norms, &[][..]) } else { (&[][..], norms) };
+    /// The norms of a block, without those of queries and keys.
+    fn block_norms(&self) -> Vec<ParameterTensor> {
+        self.family.norm_names().iter().flat_map(|name| self.norm_tensors(name)).collect()
+    }
+
+    /// The attention of a block, with the norms of queries and keys.
+    fn attention_tensors(&self) -> Result<Vec<ParameterTensor>, Error> {
         let linears = self.dense_linears()?;
-        let (attention, others): (Vec<&Linear>, Vec<&Linear>) =
-            linears.iter().partition(|linear| linear.part == Part::Attention);
-        let mut tensors: Vec<_> = norms_before.iter().flat_map(|name| self.norm_tensors(name)).collect();
-        tensors.extend(attention.into_iter().flat_map(|linear| self.linear_tensors(linear)));
+        let attention = linears.iter().filter(|linear| linear.part == Part::Attention);
+        let mut tensors: Vec<_> = attention.flat_map(|linear| self.linear_tensors(linear)).collect();
         for (name, (width, _)) in
             self.family.query_key_norm_names().iter().zip(self.query_key_norms()?.into_iter().flatten())
         {
             tensors.push(tensor(&format!("{name}.weight"), &[width], Part::Norm));
         }
+        Ok(tensors)
+    }
+
+    /// The linear attention of a block.
+    fn linear_tensors_of_block(&self) -> Result<Vec<ParameterTensor>, Error> {
+        let Some(linear) = self.linear else { return Ok(Vec::new()) };
+        let linears = self.linears_of(self.family.linear_projections())?;
+        let mut tensors: Vec<_> = linears.iter().flat_map(|linear| self.linear_tensors(linear)).collect();
+        let channels = exact::sum(
+            "channels of linear attention",
+            [
+                exact::product("keys and queries", &[2, linear.key_heads, linear.key])?,
+                exact::product("values", &[linear.value_heads, linear.value])?,
+            ],
+        )?;
+        for (name, shape, part) in [
+            ("conv1d.weight", &[channels, 1, linear.window][..], Part::Attention),
+            ("A_log", &[linear.value_heads], Part::Attention),
+            ("dt_bias", &[linear.value_heads], Part::Attention),
+            ("norm.weight", &[linear.value], Part::Norm),
+        ] {
+            tensors.push(tensor(&format!("{LINEAR_ATTENTION}.{name}"), shape, part));
+        }
+        Ok(tensors)
+    }
+
+    /// The MLP of a block, or these experts in place of it.
+    fn mlp_tensors(&self, experts: Option<ExpertSizes>) -> Result<Vec<ParameterTensor>, Error> {
+        let linears = self.dense_linears()?;
+        let others = linears.iter().filter(|linear| linear.part != Part::Attention);
+        let mut tensors = Vec::new();
         match experts {
-            None => tensors.extend(others.into_iter().flat_map(|linear| self.linear_tensors(linear))),
+            None => tensors.extend(others.flat_map(|linear| self.linear_tensors(linear))),
             Some(experts) => {
                 let (hidden, inner) = (self.hidden, experts.feed_forward);
                 tensors.extend(self.linear_tensors(&self.router(experts)));
@@ -210,7 +255,6 @@ impl Decoder {
                 }
             }
         }
-        tensors.extend(norms_after.iter().flat_map(|name| self.norm_tensors(name)));
         Ok(tensors)
     }
 
@@ -327,6 +371,7 @@ mod tests {
                 attention_bias: false,
                 mlp_bias: false,
                 experts: None,
+                linear: None,
                 windows: None,
             });
             assert_eq!(model.unwrap().parameters().unwrap(), parameters, "{family:?}");

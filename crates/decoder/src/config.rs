@@ -2,7 +2,9 @@
 
 mod file;
 mod layers;
+mod linear_attention;
 mod mixture;
+mod nested;
 mod rope_file;
 mod sizes_file;
 mod window_file;
@@ -14,6 +16,7 @@ use serde_json::error::Category;
 use serde_json::{Map, Value};
 
 pub use layers::{LayerType, LongRope};
+pub use linear_attention::LinearAttention;
 pub use mixture::Mixture;
 pub use rope_file::{RopeFields, RopeSpellings};
 
@@ -89,7 +92,7 @@ pub struct DecoderConfig {
     pub initializer_range: f64,
     /// Tokens that a token attends to in layers with a window, itself included.
     pub sliding_window: Option<i64>,
-    /// The layers with a window; empty for all, if there is a window.
+    /// The layers with a window or with linear attention; empty for all with a window, if there is one.
     pub layer_types: Vec<LayerType>,
     /// Whether each layer rotates queries and keys; empty if all do.
     pub rotary_layers: Vec<bool>,
@@ -115,6 +118,8 @@ pub struct DecoderConfig {
     pub final_logit_softcapping: Option<f64>,
     /// The experts of the layers that have some.
     pub mixture: Option<Mixture>,
+    /// The sizes of the layers with linear attention, in a family that has some.
+    pub linear_attention: Option<LinearAttention>,
     /// How attention is computed. Not in the file.
     pub attention: AttentionPath,
     /// The file's other fields, which are written again: tokens, versions, options of other programs.
@@ -156,6 +161,7 @@ impl DecoderConfig {
             attn_logit_softcapping: None,
             final_logit_softcapping: None,
             mixture: None,
+            linear_attention: None,
             attention: AttentionPath::Fused,
             other_fields: Map::new(),
         }
@@ -171,14 +177,14 @@ impl DecoderConfig {
         }
     }
 
-    /// Reads a `config.json`.
+    /// Reads a `config.json`. Of a model that also reads images, that of its text model, `text_config`.
     ///
     /// # Errors
     /// [`Error::File`] with the path: a missing file, invalid JSON, another architecture, an unknown option.
     pub fn read(path: &Path) -> Result<Self> {
         let file = |reason: String| Error::File { path: path.to_owned(), reason };
         let text = std::fs::read_to_string(path).map_err(|cause| file(cause.to_string()))?;
-        strict_json::from_str(&text).map_err(|cause| match cause.classify() {
+        strict_json::from_str(&nested::flattened(&text)).map_err(|cause| match cause.classify() {
             Category::Syntax | Category::Eof => {
                 file(format!("not JSON ({cause}); copy or download it again"))
             }
@@ -192,7 +198,7 @@ impl DecoderConfig {
     /// # Errors
     /// As serde; invalid JSON with its place.
     pub fn sizes_from_str(text: &str) -> Result<Self, serde_json::Error> {
-        let mut file: HuggingFace = strict_json::from_str(text)?;
+        let mut file: HuggingFace = strict_json::from_str(&nested::flattened(text))?;
         file.keep_sizes();
         file.try_into().map_err(serde::de::Error::custom)
     }
@@ -252,6 +258,7 @@ impl DecoderConfig {
         }
         self.check_layers()?;
         self.check_mixture()?;
+        self.check_linear()?;
         for rope in [Some(&self.rope), self.local_rope.as_ref()].into_iter().flatten() {
             if let Err(cause) = rope.angles(self.rotary_dim()) {
                 return config(format!("the scaling of the rotary embedding: {cause}"));

@@ -77,8 +77,14 @@ pub struct Facts {
     pub norms: NormPlacement,
     /// How queries and keys are normalized.
     pub query_key_norm: QueryKeyNorm,
-    /// Whether it is a Gemma: norms multiply by 1 + weight, the embedding by √hidden, and the MLP's gate is a GELU.
+    /// Whether it is a Gemma: the embedding is multiplied by √hidden, and the MLP's gate is a GELU.
     pub is_gemma: bool,
+    /// Whether norms multiply by 1 + weight.
+    pub has_offset_norms: bool,
+    /// Whether `q_proj` also gives a gate for each head's output, which its sigmoid multiplies.
+    pub has_attention_gate: bool,
+    /// Whether some layers have [`LinearAttention`](crate::LinearAttention), which `layer_types` or `full_attention_interval` lists.
+    pub has_linear_layers: bool,
     /// Whether queries, keys and values are one projection `qkv_proj`, and gate and up one `gate_up_proj`.
     pub has_joint_projections: bool,
     /// Biases of the attention projections.
@@ -91,8 +97,10 @@ pub struct Facts {
     pub window_rule: WindowRule,
     /// Whether `no_rope_layers` lists layers that do not rotate queries and keys, without a list each fourth.
     pub has_unrotated_layers: bool,
-    /// Whether `partial_rotary_factor` limits the columns of a head that rotate, and `longrope` may scale them.
-    pub has_partial_rotation: bool,
+    /// Default of `partial_rotary_factor`, if that limits the columns of a head that rotate.
+    pub partial_rotation: Option<f64>,
+    /// Whether `longrope` may scale the rotary embedding.
+    pub has_long_rope: bool,
     /// Whether layers have a [`Mixture`](crate::Mixture) of experts in place of the MLP.
     pub has_experts: bool,
     /// Whether the branches of a block, the embedding, the scores and the logits have factors.
@@ -151,13 +159,17 @@ families! {
         norms: NormPlacement::Pre,
         query_key_norm: QueryKeyNorm::None,
         is_gemma: false,
+        has_offset_norms: false,
+        has_attention_gate: false,
+        has_linear_layers: false,
         has_joint_projections: false,
         attention_bias: AttentionBias::Configured,
         reads_mlp_bias: true,
         windows: Windows::None,
         window_rule: WindowRule::All,
         has_unrotated_layers: false,
-        has_partial_rotation: false,
+        partial_rotation: None,
+        has_long_rope: false,
         has_experts: false,
         has_multipliers: false,
         softcaps: None,
@@ -201,6 +213,21 @@ families! {
         window_rule: WindowRule::All,
         has_experts: true,
         head_dim: None,
+        ..QWEN3
+    }
+
+    /// Qwen3.5's text model, dense: gated DeltaNet in most layers, and gated attention in the others.
+    Qwen35 = QWEN35 {
+        model_type: "qwen3_5_text",
+        architecture: "Qwen3_5ForCausalLM",
+        has_offset_norms: true,
+        has_attention_gate: true,
+        has_linear_layers: true,
+        windows: Windows::None,
+        window_rule: WindowRule::All,
+        partial_rotation: Some(0.25),
+        head_dim: Some(256),
+        window: None,
         ..QWEN3
     }
 
@@ -256,6 +283,7 @@ families! {
         norms: NormPlacement::Both,
         query_key_norm: QueryKeyNorm::PerHead,
         is_gemma: true,
+        has_offset_norms: true,
         reads_mlp_bias: false,
         windows: Windows::Configured,
         window_rule: WindowRule::Pattern,
@@ -289,7 +317,8 @@ families! {
         attention_bias: AttentionBias::None,
         reads_mlp_bias: false,
         windows: Windows::Configured,
-        has_partial_rotation: true,
+        partial_rotation: Some(1.0),
+        has_long_rope: true,
         zero_fields: &["resid_pdrop", "embd_pdrop"],
         positions: 4096,
         eps: 1e-5,
@@ -405,8 +434,10 @@ pub(crate) fn why_not(name: &str) -> Option<&'static str> {
     let has = |parts: &[&str]| parts.iter().any(|part| name.contains(part));
     if has(&["moe", "mixtral"]) {
         Some("of the mixtures of experts, qwen3_moe alone is supported")
-    } else if has(&["qwen3_5", "qwen3_next", "qwen3next", "qwen3.5"]) {
-        Some("its gated DeltaNet layers are not supported")
+    } else if has(&["qwen3_next", "qwen3next"]) {
+        Some(
+            "the projections of its linear attention are grouped by key head, which is not supported; qwen3_5_text is",
+        )
     } else if has(&["mamba", "bamba", "falcon_h1", "hybrid", "jamba"]) {
         Some("state-space layers are not supported")
     } else if ["gemma3", "gemma3forconditionalgeneration"].contains(&&*name) || has(&["_vl", "vlfor"]) {

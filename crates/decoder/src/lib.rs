@@ -36,10 +36,15 @@ mod sizes;
 pub mod strict_json;
 mod tensors;
 
-pub use config::{AttentionPath, DecoderConfig, LayerType, LongRope, Mixture, RopeFields, RopeSpellings};
+pub use config::{
+    AttentionPath, DecoderConfig, LayerType, LinearAttention, LongRope, Mixture, RopeFields, RopeSpellings,
+};
 pub use error::{Error, Result};
 pub use family::{AttentionBias, Facts, Family, NormPlacement, QueryKeyNorm, WindowRule, Windows};
 pub use presets::{PRESETS, Preset};
 pub use shapes::{EMBEDDING, LM_HEAD};
-pub use sizes::{ExpertSizes, Sizes, WindowedLayers};
-pub use tensors::{BiasOption, EXPERT_PROJECTIONS, Projection, ROUTER, Width, expert_projection};
+pub use sizes::{ExpertSizes, LinearSizes, Sizes, WindowedLayers};
+pub use tensors::{
+    BiasOption, EXPERT_PROJECTIONS, LINEAR_ATTENTION, Projection, ROUTER, Width, expert_projection,
+    is_kept_wide,
+};

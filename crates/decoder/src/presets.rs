@@ -37,6 +37,7 @@ const fn preset(name: &'static str, family: Family, sizes: [u64; 8], tied: bool)
         attention_bias: false,
         mlp_bias: false,
         experts: None,
+        linear: None,
         windows: None,
     };
     Preset { name, sizes }

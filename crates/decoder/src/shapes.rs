@@ -2,7 +2,9 @@
 
 use crate::config::DecoderConfig;
 use crate::family::QueryKeyNorm;
-use crate::tensors::{EXPERT_PROJECTIONS, Projection, ROUTER, Width, expert_projection};
+use crate::tensors::{
+    EXPERT_PROJECTIONS, LINEAR_ATTENTION, LINEAR_INPUTS, Projection, ROUTER, Width, expert_projection,
+};
 
 /// The name of the embedding's tensor, without Hugging Face's `model.`.
 pub const EMBEDDING: &str = "embed_tokens.weight";
@@ -16,10 +18,12 @@ impl DecoderConfig {
     /// Returns the names (without Hugging Face's `model.`) and shapes of every tensor, in the order of
     /// `models::state_dict`. A tied head shares the embedding's tensor and is not listed again.
     pub fn shapes(&self) -> Vec<(String, Vec<i64>)> {
-        let [dense, sparse] = [false, true].map(|has_experts| self.block_shapes(has_experts));
+        let kinds =
+            [false, true].map(|is_linear| [false, true].map(|sparse| self.block_shapes(sparse, is_linear)));
         let layers = 0..usize::try_from(self.num_hidden_layers).unwrap_or(0);
         let blocks = layers.flat_map(|index| {
-            let block = if self.layer_mixture(index).is_some() { &sparse } else { &dense };
+            let (is_linear, is_sparse) = (self.is_linear(index), self.layer_mixture(index).is_some());
+            let block = &kinds[usize::from(is_linear)][usize::from(is_sparse)];
             block.iter().map(move |(name, shape)| (format!("layers.{index}.{name}"), shape.clone()))
         });
         let embedding = (EMBEDDING.to_owned(), vec![self.vocab_size, self.hidden_size]);
@@ -34,13 +38,21 @@ impl DecoderConfig {
         let sum = |shapes: Vec<Shape>| {
             shapes.iter().fold(0, |sum: u64, (_, shape)| sum.saturating_add(numbers(shape)))
         };
-        let sparse = self.mixture_layers() as u64;
-        let dense = size(self.num_hidden_layers).saturating_sub(sparse);
-        let of_layers = |layers: u64, has_experts| match layers {
+        let linear = self.linear_layers() as u64;
+        let sparse_linear = self.linear_mixture_layers() as u64;
+        let sparse = (self.mixture_layers() as u64).saturating_sub(sparse_linear);
+        let dense = size(self.num_hidden_layers).saturating_sub(linear).saturating_sub(sparse);
+        let of_layers = |layers: u64, has_experts, is_linear| match layers {
             0 => 0,
-            _ => sum(self.block_shapes(has_experts)).saturating_mul(layers),
+            _ => sum(self.block_shapes(has_experts, is_linear)).saturating_mul(layers),
         };
-        let blocks = of_layers(dense, false).saturating_add(of_layers(sparse, true));
+        let blocks = [
+            of_layers(dense, false, false),
+            of_layers(sparse, true, false),
+            of_layers(linear - sparse_linear, false, true),
+            of_layers(sparse_linear, true, true),
+        ];
+        let blocks = blocks.into_iter().fold(0, u64::saturating_add);
         let embedding = numbers(&[self.vocab_size, self.hidden_size]);
         embedding.saturating_add(blocks).saturating_add(sum(self.end_shapes()))
     }
@@ -58,8 +70,8 @@ impl DecoderConfig {
         all.filter_map(matrix).collect()
     }
 
-    /// The tensors of a block whose MLP is a mixture, if `has_experts`.
-    fn block_shapes(&self, has_experts: bool) -> Vec<Shape> {
+    /// The tensors of a block whose MLP is a mixture, if `has_experts`, and whose attention is linear, if `is_linear`.
+    fn block_shapes(&self, has_experts: bool, is_linear: bool) -> Vec<Shape> {
         let sizes = self.sizes();
         let width =
             |width: Width| sizes.width(width).and_then(|width| i64::try_from(width).ok()).unwrap_or(i64::MAX);
@@ -76,8 +88,18 @@ impl DecoderConfig {
         let (attention, mlp): (Vec<_>, Vec<_>) =
             self.family.projections().iter().partition(|projection| projection.is_attention());
         let norm = |(name, width): (&&str, i64)| (format!("{name}.weight"), vec![width]);
-        let mut shapes: Vec<Shape> = attention.into_iter().flat_map(projection).collect();
-        shapes.extend(self.family.query_key_norm_names().iter().zip(norm_widths).map(norm));
+        let mut shapes: Vec<Shape> = Vec::new();
+        if let Some(linear) = self.linear_attention.filter(|_| is_linear) {
+            // In the order of the module: the projection of the output last.
+            let mut projections = self.family.linear_projections().iter().map(projection);
+            shapes.extend(projections.by_ref().take(LINEAR_INPUTS).flatten());
+            let named = |(name, shape): (&str, Vec<i64>)| (format!("{LINEAR_ATTENTION}.{name}"), shape);
+            shapes.extend(linear.shapes().map(named));
+            shapes.extend(projections.flatten());
+        } else {
+            shapes.extend(attention.into_iter().flat_map(projection));
+            shapes.extend(self.family.query_key_norm_names().iter().zip(norm_widths).map(norm));
+        }
         match self.mixture.as_ref().filter(|_| has_experts) {
             None => shapes.extend(mlp.into_iter().flat_map(projection)),
             Some(mixture) => {

@@ -43,6 +43,8 @@ pub struct Sizes {
     pub mlp_bias: bool,
     /// Layers with experts in place of the MLP, if there are any.
     pub experts: Option<ExpertSizes>,
+    /// Layers with linear attention, if there are any.
+    pub linear: Option<LinearSizes>,
     /// Layers with a window, if there are any.
     pub windows: Option<WindowedLayers>,
 }
@@ -58,6 +60,35 @@ pub struct ExpertSizes {
     pub per_token: u64,
     /// Inner width of an expert.
     pub feed_forward: u64,
+}
+
+/// Layers with linear attention.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinearSizes {
+    /// Number of these layers.
+    pub layers: u64,
+    /// Heads of queries and of keys.
+    pub key_heads: u64,
+    /// Heads of values, a multiple of `key_heads`.
+    pub value_heads: u64,
+    /// Width of a query and of a key.
+    pub key: u64,
+    /// Width of a value.
+    pub value: u64,
+    /// Tokens that the convolution reads.
+    pub window: u64,
+}
+
+impl LinearSizes {
+    /// Returns the channels of the convolution, those of queries, keys and values; `None` beyond 64 bits.
+    pub fn channels(&self) -> Option<u64> {
+        self.key_heads.checked_mul(self.key)?.checked_mul(2)?.checked_add(self.values()?)
+    }
+
+    /// Returns the width of all value heads together; `None` beyond 64 bits.
+    pub fn values(&self) -> Option<u64> {
+        self.value_heads.checked_mul(self.value)
+    }
 }
 
 /// Layers in which a token attends only to the last tokens before it.
@@ -81,6 +112,10 @@ impl Sizes {
             Width::QueriesKeysValues => queries()?.checked_add(keys()?.checked_mul(2)?),
             Width::FeedForward => Some(self.feed_forward),
             Width::GateUp => self.feed_forward.checked_mul(2),
+            Width::QueriesGates => queries()?.checked_mul(2),
+            Width::LinearChannels => self.linear.map_or(Some(0), |linear| linear.channels()),
+            Width::LinearValues => self.linear.map_or(Some(0), |linear| linear.values()),
+            Width::LinearHeads => Some(self.linear.map_or(0, |linear| linear.value_heads)),
         }
     }
 
@@ -97,7 +132,7 @@ impl DecoderConfig {
         // Layers beyond the list have the window.
         let layers = size(self.num_hidden_layers);
         let listed = self.layer_types.iter().take(usize::try_from(layers).unwrap_or(usize::MAX));
-        let full = listed.filter(|&&layer| layer == LayerType::Full).count() as u64;
+        let full = listed.filter(|&&layer| layer != LayerType::Sliding).count() as u64;
         let windowed = layers.saturating_sub(full);
         let windows = self.sliding_window.filter(|_| windowed > 0);
         Sizes {
@@ -119,6 +154,14 @@ impl DecoderConfig {
                 count: size(mixture.experts),
                 per_token: size(mixture.per_token),
                 feed_forward: size(mixture.intermediate_size),
+            }),
+            linear: self.linear_attention.filter(|_| self.linear_layers() > 0).map(|linear| LinearSizes {
+                layers: self.linear_layers() as u64,
+                key_heads: size(linear.key_heads),
+                value_heads: size(linear.value_heads),
+                key: size(linear.key_dim),
+                value: size(linear.value_dim),
+                window: size(linear.window),
             }),
             windows: windows.map(|tokens| WindowedLayers { layers: windowed, tokens: size(tokens) }),
         }

@@ -17,6 +17,14 @@ pub enum Width {
     FeedForward,
     /// Gate and up after one another.
     GateUp,
+    /// All query heads, each with a gate of its width after it.
+    QueriesGates,
+    /// Queries, keys and values of linear attention after one another.
+    LinearChannels,
+    /// All value heads of linear attention together.
+    LinearValues,
+    /// A number for each value head of linear attention.
+    LinearHeads,
 }
 
 /// The option that gives a projection a bias.
@@ -52,7 +60,10 @@ const fn projection(name: &'static str, input: Width, output: Width, bias: BiasO
 }
 
 use BiasOption::{Always, AttentionOutput, Mlp, Never};
-use Width::{FeedForward, GateUp, Hidden, Keys, Queries, QueriesKeysValues};
+use Width::{
+    FeedForward, GateUp, Hidden, Keys, LinearChannels, LinearHeads, LinearValues, Queries, QueriesGates,
+    QueriesKeysValues,
+};
 
 const SEPARATE: [Projection; 7] = [
     projection("self_attn.q_proj", Hidden, Queries, BiasOption::QueriesKeysValues),
@@ -62,6 +73,33 @@ const SEPARATE: [Projection; 7] = [
     projection("mlp.gate_proj", Hidden, FeedForward, Mlp),
     projection("mlp.up_proj", Hidden, FeedForward, Mlp),
     projection("mlp.down_proj", FeedForward, Hidden, Mlp),
+];
+
+const GATED: [Projection; 7] = {
+    let mut projections = SEPARATE;
+    projections[0] = projection("self_attn.q_proj", Hidden, QueriesGates, BiasOption::QueriesKeysValues);
+    projections
+};
+
+/// The name of linear attention in a block.
+pub const LINEAR_ATTENTION: &str = "linear_attn";
+
+/// Returns whether a tensor is in fp32 at least in a model of any dtype, by its name with or without what precedes it: the decays of linear
+/// attention.
+pub fn is_kept_wide(name: &str) -> bool {
+    name.ends_with("linear_attn.A_log") || name.ends_with("linear_attn.dt_bias")
+}
+
+/// The number of projections of linear attention before its convolution.
+pub(crate) const LINEAR_INPUTS: usize = 4;
+
+/// Those of linear attention, in place of q, k, v and o.
+const LINEAR: [Projection; 5] = [
+    projection("linear_attn.in_proj_qkv", Hidden, LinearChannels, Never),
+    projection("linear_attn.in_proj_z", Hidden, LinearValues, Never),
+    projection("linear_attn.in_proj_b", Hidden, LinearHeads, Never),
+    projection("linear_attn.in_proj_a", Hidden, LinearHeads, Never),
+    projection("linear_attn.out_proj", LinearValues, Hidden, Never),
 ];
 
 const JOINT: [Projection; 4] = [
@@ -112,8 +150,14 @@ impl Family {
             Self::Gpt2 => &GPT2,
             Self::Gpt2Like => &GPT2_LIKE,
             _ if self.facts().has_joint_projections => &JOINT,
+            _ if self.facts().has_attention_gate => &GATED,
             _ => &SEPARATE,
         }
+    }
+
+    /// Returns the projections of linear attention, in order of execution; empty for a family without.
+    pub const fn linear_projections(self) -> &'static [Projection] {
+        if self.facts().has_linear_layers { &LINEAR } else { &[] }
     }
 
     /// Returns the names of a block's norms, in order of execution.

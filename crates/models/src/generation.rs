@@ -41,7 +41,7 @@ pub use sampling::Sampling;
 use stored_weights::StoredWeights;
 
 use crate::error::{Error, Result, unknown_token};
-pub use crate::key_value_cache::{CacheShape, CacheWrites, Extension, KeyValueCache};
+pub use crate::key_value_cache::{CacheShape, CacheWrites, Extension, KeyValueCache, RecurrentShape};
 use crate::module::{LanguageModel, first_non_finite, tensors};
 
 const WHAT: &str = "generation";

@@ -151,6 +151,11 @@ impl Folder {
         self.has_own_head
     }
 
+    /// Returns the parts of the model that the folder has and that are not read, such as the part that reads images; empty for most models.
+    pub fn parts_not_read(&self) -> Vec<&'static str> {
+        self.weights.parts_not_read()
+    }
+
     /// Returns the tokens that end a text (`eos_token_id` of `generation_config.json`, else of `config.json`); empty if neither has
     /// any.
     pub fn end_tokens(&self) -> &[i64] {

@@ -1,7 +1,10 @@
 //! The key-value cache: keys and values of earlier tokens, so that a new token costs one token's work.
 //!
 //! Rows are aligned at their ends, and shorter prompts are padded on the left; no query attends to padding. Per token a layer
-//! keeps 2·g·e elements (keys and values of g heads of width e). Nothing else is needed, because attention is causal.
+//! keeps 2·g·e elements (keys and values of g heads of width e). Nothing else is needed, because attention is causal. A layer with linear
+//! attention keeps a [`RecurrentShape`] for each row instead.
+
+mod recurrent;
 
 use std::cell::{Cell, RefCell};
 
@@ -11,18 +14,22 @@ use tch::{Device, Kind, Tensor};
 
 use crate::attention::{AttentionConfig, cached_attention, has_kernel, over_window};
 use crate::error::{Error, Result, wrong_shape};
+pub(crate) use recurrent::Recurrent;
+pub use recurrent::RecurrentShape;
 
 const WHAT: &str = "key-value cache";
 
 /// The numbers that a model's layers cache for a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CacheShape {
-    /// Number of layers with attention.
+    /// Number of layers with keys and values.
     pub layers: usize,
     /// Number of key heads, and of value heads, in each.
     pub heads: i64,
     /// Width of a head.
     pub head: i64,
+    /// The layers with linear attention, if there are any.
+    pub recurrent: Option<RecurrentShape>,
     /// The cache's dtype.
     pub kind: Kind,
     /// The cache's device.
@@ -43,6 +50,8 @@ pub struct KeyValueCache {
     shape: CacheShape,
     /// Per layer, keys then values: `[rows, heads, capacity, head]`, so that a head's tokens are contiguous.
     layers: Vec<[Tensor; 2]>,
+    /// The states of the layers with linear attention.
+    recurrent: Vec<Recurrent>,
     /// `[rows, capacity]`, bool: true for tokens, false for padding. `None` without padding.
     tokens: Option<Tensor>,
     rows: i64,
@@ -62,7 +71,11 @@ impl KeyValueCache {
         }
         let make = || Tensor::f_empty([rows, shape.heads, capacity, shape.head], (shape.kind, shape.device));
         let layers = (0..shape.layers).map(|_| Ok([make()?, make()?])).collect::<Result<_>>()?;
-        Ok(Self { shape, layers, tokens: None, rows, capacity, length: 0 })
+        let options = (shape.kind, shape.device);
+        let recurrent = shape.recurrent.iter().flat_map(|shape| std::iter::repeat_n(shape, shape.layers));
+        let recurrent =
+            recurrent.map(|shape| Recurrent::empty(shape, rows, options)).collect::<Result<_>>()?;
+        Ok(Self { shape, layers, recurrent, tokens: None, rows, capacity, length: 0 })
     }
 
     /// Returns the number of tokens read so far in each row, padding included.
@@ -99,7 +112,9 @@ impl KeyValueCache {
             return Err(Error::invalid(WHAT, reason));
         }
         self.note_padding(new, real)?;
-        Ok(Extension { cache: self, new, masks: RefCell::default(), written: Cell::new(0) })
+        let real = real.map(Tensor::shallow_clone);
+        let (masks, recurrent) = (RefCell::default(), RefCell::default());
+        Ok(Extension { cache: self, new, real, masks, recurrent, written: Cell::new(0) })
     }
 
     fn note_padding(&mut self, new: i64, real: Option<&Tensor>) -> Result<()> {
@@ -163,15 +178,16 @@ impl KeyValueCache {
     ///
     /// # Errors
     /// A layer that did not write: a block that ignores the cache would compute as if there were no past.
-    pub fn commit(&mut self, writes: CacheWrites) -> Result<()> {
-        if writes.written != self.layers.len() {
+    pub fn commit(&mut self, mut writes: CacheWrites) -> Result<()> {
+        let layers = self.layers.len() + self.recurrent.len();
+        if writes.written != layers {
             let reason = format!(
-                "{} of {} layers wrote their keys and values; a block of the model does not pass on its whole `Context`",
+                "{} of {layers} layers wrote their keys and values; a block of the model does not pass on its whole `Context`",
                 writes.written,
-                self.layers.len()
             );
             return Err(Error::invalid(WHAT, reason));
         }
+        self.take_recurrent(&mut writes);
         self.length += writes.new;
         Ok(())
     }
@@ -192,6 +208,8 @@ impl KeyValueCache {
         for (from, to) in self.layers.iter().flatten().zip(copy.layers.iter().flatten()) {
             to.f_narrow(2, 0, self.length)?.f_copy_(&from.f_narrow(2, 0, self.length)?)?;
         }
+        let states = self.recurrent.iter().map(|state| state.repeat(rows));
+        copy.recurrent = states.collect::<Result<_>>()?;
         copy.length = self.length;
         Ok(copy)
     }
@@ -227,6 +245,9 @@ impl KeyValueCache {
                 take(tokens, self.length, 1)?;
             }
         }
+        for state in &mut self.recurrent {
+            state.swap_remove(row, last)?;
+        }
         self.rows = last;
         for layer in &mut self.layers {
             for tensor in layer {
@@ -245,6 +266,10 @@ impl KeyValueCache {
 pub struct Extension<'c> {
     cache: &'c KeyValueCache,
     new: i64,
+    /// Which of the new tokens are no padding; `None` if all are.
+    real: Option<Tensor>,
+    /// The states that layers with linear attention have written.
+    recurrent: RefCell<Vec<Option<Recurrent>>>,
     /// A mask for each window of the model's layers, built when a layer first needs it.
     masks: RefCell<Vec<Mask>>,
     written: Cell<usize>,
@@ -323,7 +348,7 @@ impl Extension<'_> {
 
     /// Ends the pass. [`KeyValueCache::commit`] takes the result.
     pub fn finish(self) -> CacheWrites {
-        CacheWrites { new: self.new, written: self.written.get() }
+        CacheWrites { new: self.new, written: self.written.get(), recurrent: self.recurrent.into_inner() }
     }
 }
 
@@ -333,4 +358,5 @@ impl Extension<'_> {
 pub struct CacheWrites {
     new: i64,
     written: usize,
+    recurrent: Vec<Option<Recurrent>>,
 }

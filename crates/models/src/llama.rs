@@ -13,6 +13,7 @@
 //! | Qwen2 (arXiv:2407.10671) | biases of queries, keys and values |
 //! | Qwen3 (arXiv:2505.09388) | norm is an RMS norm of each head, without biases |
 //! | Qwen3-MoE | as Qwen3, with a mixture of experts as the MLP ([`SparseMlp`](crate::SparseMlp)) |
+//! | Qwen3.5 | norms multiply by 1 + w; in most layers gated DeltaNet instead of attention, in the others a gate σ for each head's output and rotation of a part of each head |
 //! | Mistral (arXiv:2310.06825) | a sliding window |
 //! | SmolLM3 | layers that do not rotate |
 //! | Granite (IBM) | e, m, s and the scale of the scores |
@@ -47,6 +48,7 @@
 
 mod attention;
 mod block;
+mod delta_net;
 mod rotary;
 
 use kernels::quantized::{blocks, is_quantized};
@@ -61,7 +63,7 @@ use rotary::Rotaries;
 use crate::embedding::Embedding;
 use crate::error::{self, Result};
 use crate::init::Init;
-use crate::key_value_cache::CacheShape;
+use crate::key_value_cache::{CacheShape, RecurrentShape};
 use crate::linear::{Linear, dense_kind, placeholder};
 use crate::loss_head::ProjectionHead;
 use crate::module::{
@@ -153,7 +155,7 @@ impl Llama {
 
 /// Creates a norm of this width.
 fn norm(config: &DecoderConfig, width: i64, options: (Kind, Device)) -> Result<RmsNorm> {
-    let offset = if config.family.is_gemma() { 1.0 } else { 0.0 };
+    let offset = if config.family.facts().has_offset_norms { 1.0 } else { 0.0 };
     RmsNorm::with_offset(width, config.rms_norm_eps, offset, (dense_kind(options.0), options.1))
 }
 
@@ -217,8 +219,18 @@ impl LanguageModel for Llama {
     fn cache_shape(&self) -> Option<CacheShape> {
         let DecoderConfig { num_key_value_heads: heads, head_dim: head, .. } = self.config;
         let weight = &self.embed_tokens.weight;
+        let linear = self.config.linear_layers();
+        let recurrent = self.config.linear_attention.map(|sizes| RecurrentShape {
+            layers: linear,
+            heads: sizes.value_heads,
+            key: sizes.key_dim,
+            value: sizes.value_dim,
+            channels: sizes.channels(),
+            window: sizes.window - 1,
+        });
         Some(CacheShape {
-            layers: self.layers.len(),
+            layers: self.layers.len() - linear,
+            recurrent,
             heads,
             head,
             kind: if is_quantized(weight) { Kind::BFloat16 } else { weight.kind() },

@@ -1,5 +1,6 @@
 //! Keys and values kept for generation: `2·L·a·b·s·n·k` elements (`L` layers of `a` attentions, `b` sequences of `s`
-//! tokens, `n` key-value heads of width `k`). Grouped-query attention divides it by `heads / kv_heads`.
+//! tokens, `n` key-value heads of width `k`). Grouped-query attention divides it by `heads / kv_heads`. A layer with linear attention keeps for
+//! each sequence, however long, a state in fp32 and the last inputs of its convolution.
 //!
 //! ```
 //! use accounting::{Dtype, decoder_flops::Workload, memory::kv_cache, presets};
@@ -22,7 +23,7 @@ pub fn bytes(model: &Decoder, work: Workload, dtype: Dtype) -> Result<u64, Error
         "elements of the key-value cache",
         &[
             2,
-            model.layers,
+            model.layers - model.linear.map_or(0, |linear| linear.layers),
             model.family.attentions(),
             work.batch,
             work.sequence,
@@ -30,7 +31,17 @@ pub fn bytes(model: &Decoder, work: Workload, dtype: Dtype) -> Result<u64, Error
             model.head_dim,
         ],
     )?;
-    dtype.bytes(elements)
+    let Some(linear) = model.linear else { return dtype.bytes(elements) };
+    let state = [4, work.batch, linear.layers, linear.value_heads, linear.key, linear.value];
+    let window = [work.batch, linear.layers, linear.window - 1, linear.channels().unwrap_or(u64::MAX)];
+    exact::sum(
+        "bytes of the cache",
+        [
+            dtype.bytes(elements)?,
+            exact::product("bytes of the states of linear attention", &state)?,
+            dtype.bytes(exact::product("inputs of the convolutions", &window)?)?,
+        ],
+    )
 }
 
 /// Returns the number of tokens of one sequence whose keys and values fit `available` bytes together with the

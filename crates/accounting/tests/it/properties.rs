@@ -40,6 +40,7 @@ fn models() -> impl Strategy<Value = Decoder> {
                 attention_bias: flags[1],
                 mlp_bias: flags[2],
                 experts: None,
+                linear: None,
                 windows: None,
             })
             .unwrap()

@@ -44,6 +44,7 @@ fn kept_tensors_match_what_torch_saves() {
             attention_bias: false,
             mlp_bias: false,
             experts: None,
+            linear: None,
             windows: None,
         };
         let work = Workload { batch: 2, sequence: 128 };

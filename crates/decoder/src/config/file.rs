@@ -3,10 +3,10 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
-use super::mixture;
 use super::rope_file::{self, RopeFields, Written};
 use super::window_file::{rotary_layers, windows};
 use super::{AttentionPath, DecoderConfig, WHAT};
+use super::{linear_attention, mixture};
 use crate::error::{Error, Result};
 use crate::family::{AttentionBias, Family, Windows, why_not};
 
@@ -249,6 +249,8 @@ impl TryFrom<HuggingFace> for DecoderConfig {
         let attn_logit_softcapping = cap("attn_logit_softcapping", facts.softcaps.is_some(), attn_cap)?;
         let final_logit_softcapping = cap("final_logit_softcapping", gemma, final_cap)?;
 
+        let linear_attention =
+            facts.has_linear_layers.then(|| linear_attention::read(&mut file)).transpose()?;
         let mixture = facts.has_experts.then(|| mixture::read(&mut file)).transpose()?;
         let config = Self {
             family,
@@ -282,6 +284,7 @@ impl TryFrom<HuggingFace> for DecoderConfig {
             attn_logit_softcapping,
             final_logit_softcapping,
             mixture,
+            linear_attention,
             attention: AttentionPath::default(),
             other_fields: file.other,
         };
@@ -331,6 +334,9 @@ impl From<DecoderConfig> for HuggingFace {
             put("final_logit_softcapping", json!(config.final_logit_softcapping));
         }
         for (name, value) in config.mixture.iter().flat_map(mixture::write) {
+            put(name, value);
+        }
+        for (name, value) in config.linear_attention.iter().flat_map(linear_attention::write) {
             put(name, value);
         }
         if facts.softcaps.is_some() {

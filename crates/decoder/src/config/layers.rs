@@ -11,6 +11,8 @@ pub enum LayerType {
     Full,
     /// The tokens within [`DecoderConfig::sliding_window`].
     Sliding,
+    /// Every token before, through the state of [`LinearAttention`](super::LinearAttention).
+    Linear,
 }
 
 impl LayerType {
@@ -18,18 +20,21 @@ impl LayerType {
         match self {
             Self::Full => "full_attention",
             Self::Sliding => "sliding_attention",
+            Self::Linear => "linear_attention",
         }
     }
 
     pub(super) fn from_name(name: &str) -> Result<Self> {
-        [Self::Full, Self::Sliding].into_iter().find(|kind| kind.name() == name).ok_or_else(|| {
-            let reason = format!(
-                "`layer_types` has a `{name}` layer; expected {} or {}",
-                Self::Full.name(),
-                Self::Sliding.name()
-            );
-            Error::Config { what: WHAT, reason }
-        })
+        [Self::Full, Self::Sliding, Self::Linear].into_iter().find(|kind| kind.name() == name).ok_or_else(
+            || {
+                let reason = format!(
+                    "`layer_types` has a `{name}` layer; expected {} or {}",
+                    Self::Full.name(),
+                    Self::Sliding.name()
+                );
+                Error::Config { what: WHAT, reason }
+            },
+        )
     }
 }
 
@@ -65,7 +70,7 @@ impl DecoderConfig {
     /// Returns the window of a layer: the number of tokens that a token attends to, itself included; `None` for all before.
     pub fn window(&self, layer: usize) -> Option<i64> {
         match self.layer_types.get(layer) {
-            Some(LayerType::Full) => None,
+            Some(LayerType::Full | LayerType::Linear) => None,
             Some(LayerType::Sliding) | None => self.sliding_window,
         }
     }

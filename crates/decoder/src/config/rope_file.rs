@@ -5,7 +5,7 @@
 //! | base | `rope_parameters.rope_theta` | `rope_theta` |
 //! | scaling | `rope_parameters` with its `rope_type` | `rope_scaling` with its `rope_type` or `type` |
 //! | layers with a window (Gemma 3) | `rope_parameters.sliding_attention` | `rope_local_base_freq` |
-//! | share of a head that rotates (Phi-3) | `rope_parameters.partial_rotary_factor` | `partial_rotary_factor` |
+//! | share of a head that rotates (Phi-3, Qwen3.5) | `rope_parameters.partial_rotary_factor` | `partial_rotary_factor` |
 //!
 //! transformers 4 reads the older spelling alone. transformers 5 reads both, and where a file has a `rope_scaling`, that takes precedence,
 //! so it does here. A number that the two versions would take from different fields has to be the same in both. A file that is written
@@ -276,15 +276,15 @@ pub(super) fn read(file: &mut HuggingFace, family: Family, positions: i64) -> Re
     let (parameters, scaling) = (file.rope_parameters.take(), file.rope_scaling.take());
     let spellings = RopeSpellings { parameters, scaling, theta: file.rope_theta, local_theta, partial };
     let [full, local] = spellings.join(family)?;
-    let partial = full.optional(PARTIAL)?.unwrap_or(1.0);
-    if partial != 1.0 && !facts.has_partial_rotation {
+    let partial = full.optional(PARTIAL)?.or(facts.partial_rotation).unwrap_or(1.0);
+    if partial != 1.0 && facts.partial_rotation.is_none() {
         return Err(refuse(format!(
             "`partial_rotary_factor` is {partial}; expected 1, since heads of this family rotate as a whole"
         )));
     }
-    let original = if facts.has_partial_rotation { file.take_number(ORIGINAL)? } else { None };
+    let original = if facts.has_long_rope { file.take_number(ORIGINAL)? } else { None };
     // Older files of Phi-3 call it su, and once yarn.
-    if facts.has_partial_rotation && ["longrope", "su", "yarn"].contains(&full.kind()) {
+    if facts.has_long_rope && ["longrope", "su", "yarn"].contains(&full.kind()) {
         let original = full.optional(ORIGINAL)?.or(original);
         let long = LongRope {
             short_factor: full.list("short_factor")?,
@@ -330,7 +330,7 @@ pub(super) fn write(config: &DecoderConfig, other: &mut Map<String, Value>) -> W
         parameters = RopeFields { rope_type: None, numbers: both.into_iter().map(entry).collect() };
         return Written { parameters, scaling, theta };
     }
-    if config.family.facts().has_partial_rotation {
+    if config.family.facts().partial_rotation.is_some() {
         parameters.numbers.insert(PARTIAL.to_owned(), json!(config.partial_rotary_factor));
         other.insert(PARTIAL.to_owned(), json!(config.partial_rotary_factor));
     }

@@ -4,7 +4,7 @@
 use serde_json::Value;
 
 use super::file::{HuggingFace, refuse};
-use super::{LayerType, MAX_LAYERS};
+use super::{LayerType, MAX_LAYERS, linear_attention};
 use crate::error::Result;
 use crate::family::{Family, WindowRule, Windows};
 
@@ -19,6 +19,15 @@ pub(super) fn windows(file: &mut HuggingFace, family: Family) -> Result<(Option<
     let listed = types.as_ref().is_some_and(|types| types.contains(&LayerType::Sliding));
     let is_used = file.get::<bool>("use_sliding_window")? == Some(true);
     let facts = family.facts();
+    if types.as_ref().is_some_and(|types| types.contains(&LayerType::Linear)) && !facts.has_linear_layers {
+        return Err(refuse(format!(
+            "`layer_types` has a `{}` layer, which `{}` does not have; expected {} or {}",
+            LayerType::Linear.name(),
+            family.model_type(),
+            LayerType::Full.name(),
+            LayerType::Sliding.name()
+        )));
+    }
     if facts.windows == Windows::None && (listed || is_used) {
         return Err(refuse(format!(
             "attention has a sliding window, which `{}` does not have; set `use_sliding_window` to false if every layer attends \
@@ -33,7 +42,11 @@ pub(super) fn windows(file: &mut HuggingFace, family: Family) -> Result<(Option<
                     .to_owned(),
             ));
         }
-        return Ok((None, types.unwrap_or_default()));
+        let types = match types {
+            None if facts.has_linear_layers => linear_attention::layers_by_interval(file)?,
+            types => types.unwrap_or_default(),
+        };
+        return Ok((None, types));
     }
     if facts.windows == Windows::Optional {
         file.other.shift_remove("use_sliding_window");

@@ -28,6 +28,7 @@ const SIZES: Sizes = Sizes {
     attention_bias: false,
     mlp_bias: false,
     experts: None,
+    linear: None,
     windows: None,
 };
 

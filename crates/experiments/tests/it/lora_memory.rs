@@ -35,6 +35,7 @@ const SIZES: Sizes = Sizes {
     attention_bias: false,
     mlp_bias: false,
     experts: None,
+    linear: None,
     windows: None,
 };
 const BATCH: i64 = 2;

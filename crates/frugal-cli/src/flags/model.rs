@@ -71,10 +71,13 @@ impl ModelArgs {
     }
 }
 
-/// Says that a model's head is not what its `config.json` says, and what a GGUF file's reader says.
+/// Says that a model's head is not what its `config.json` says, which parts are left out, and what a GGUF file's reader says.
 pub(crate) fn note_own_head(common: &Common, folder: &Folder) {
     for note in folder.gguf_file().into_iter().flat_map(|file| file.notes()) {
         common.note(&format!("note: {note}"));
+    }
+    for part in folder.parts_not_read() {
+        common.note(&format!("note: {}: {part} is left out", folder.path().display()));
     }
     if folder.has_own_head() {
         common.note(&format!(

@@ -208,6 +208,7 @@ impl ModelArgs {
             attention_bias: false,
             mlp_bias: false,
             experts: None,
+            linear: None,
             windows: None,
         })
     }

@@ -16,12 +16,14 @@ use swiglu_ckpt::CheckpointLevel;
 use tch::{Device, Kind, Tensor};
 use training::activations::{Activations, LayerPlan};
 
-const FAMILIES: [&str; 13] = [
+const FAMILIES: [&str; 15] = [
     "llama",
     "qwen2",
     "qwen3",
     "qwen3_moe",
     "qwen3_moe_some",
+    "qwen3_5",
+    "qwen3_5_equal",
     "mistral",
     "smollm3",
     "granite",

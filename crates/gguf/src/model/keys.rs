@@ -40,7 +40,7 @@ pub(super) fn keys(
     ];
     keys.extend(caps.into_iter().filter_map(|(key, cap)| Some((key, float(cap?)))));
     // llama.cpp distinguishes Phi-3 and Phi-4 by this key's presence.
-    if family.is_gemma || family.has_partial_rotation {
+    if family.is_gemma || family.has_long_rope {
         let window = decoder.sliding_window.and_then(|window| u64::try_from(window).ok());
         keys.push(("attention.sliding_window", count(window.unwrap_or(0))));
     }

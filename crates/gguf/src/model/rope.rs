@@ -66,7 +66,7 @@ impl Rope {
                 &format!("known are {}", family.rope_types.join(", ")),
             );
         }
-        if self.fraction != 1.0 && !family.has_partial_rotation {
+        if self.fraction != 1.0 && family.partial_rotation.is_none() {
             return refuse(
                 "`partial_rotary_factor`",
                 self.fraction.to_string(),
@@ -157,7 +157,7 @@ pub(super) fn keys(config: &Fields, family: &Family, sizes: &Sizes) -> Result<Ve
             keys.push(("rope.scaling.original_context_length", original.into()));
             keys.push(("rope.scaling.attn_factor", float(rope.amplitude(sizes.context as i64))));
         }
-        _ if family.has_partial_rotation => {
+        _ if family.has_long_rope => {
             let original =
                 original_context(config, parameters).map_or_else(|_| count(sizes.context), Value::from);
             keys.push(("rope.scaling.original_context_length", original));

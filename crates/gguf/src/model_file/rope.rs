@@ -31,7 +31,7 @@ pub(super) fn fields(
         put("rope_local_base_freq", local.into());
     }
     if rotated != head_dim {
-        if !family.has_partial_rotation {
+        if family.partial_rotation.is_none() {
             return Err(unsupported(
                 format!("`{}.rope.dimension_count` of {}", metadata.architecture, metadata.path.display()),
                 rotated.to_string(),
@@ -41,7 +41,7 @@ pub(super) fn fields(
         put("partial_rotary_factor", (rotated as f64 / head_dim as f64).into());
     }
     let original = metadata.optional_size("rope.scaling.original_context_length")?;
-    if family.has_partial_rotation
+    if family.has_long_rope
         && let Some(original) = original
     {
         put("original_max_position_embeddings", original.into());

@@ -15,13 +15,15 @@ use tch::{Device, Kind, Tensor};
 const LOGITS: f64 = 1e-4;
 const LOSS: f64 = 1e-5;
 const GRADIENT: f64 = 1e-4;
-const FAMILIES: [&str; 14] = [
+const FAMILIES: [&str; 16] = [
     "llama",
     "qwen2",
     "qwen3",
     "qwen3_yarn",
     "qwen3_moe",
     "qwen3_moe_some",
+    "qwen3_5",
+    "qwen3_5_equal",
     "mistral",
     "smollm3",
     "granite",

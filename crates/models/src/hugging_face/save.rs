@@ -199,7 +199,8 @@ fn config_json(config: &DecoderConfig, tensors: &[LazyTensor<'_>]) -> Value {
         fields.shift_remove(bitsandbytes::CONFIG_FIELD);
     }
     json["architectures"] = json!([config.family.architecture()]);
-    let kinds: Vec<Kind> = tensors.iter().map(LazyTensor::kind).collect();
+    let is_of_model = |tensor: &&LazyTensor<'_>| !decoder::is_kept_wide(tensor.name());
+    let kinds: Vec<Kind> = tensors.iter().filter(is_of_model).map(LazyTensor::kind).collect();
     if let Some(first) = kinds.first().filter(|first| kinds.iter().all(|kind| kind == *first)) {
         json["dtype"] = json!(dtype_name(*first));
     }

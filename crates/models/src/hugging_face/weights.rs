@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+use decoder::is_kept_wide;
 use files::atomic_write;
 use kernels::nf4::{self, Scales};
 use kernels::quantized::{self, blocks};
@@ -155,6 +156,15 @@ impl Weights {
         Ok(same)
     }
 
+    /// Returns the parts of the model that the files have and that are not read.
+    pub(super) fn parts_not_read(&self) -> Vec<&'static str> {
+        let entries = || self.files.iter().flat_map(TensorsFile::entries);
+        let mut parts: Vec<&str> = NOT_READ.iter().map(|(_, part)| *part).collect();
+        parts.dedup();
+        parts.retain(|part| entries().any(|entry| part_not_read(&entry.name) == Some(part)));
+        parts
+    }
+
     /// Compares names and shapes with those that a configuration requires.
     pub(super) fn check_against(&self, config: &DecoderConfig, config_path: &Path) -> Result<()> {
         // A layer has several tensors, so this bounds the list of expected ones. A GGUF file is compared as it is opened.
@@ -183,7 +193,8 @@ impl Weights {
             return Err(Error::file(&self.path, reason));
         }
         let mut kinds: BTreeMap<String, (Kind, usize)> = BTreeMap::new();
-        for (number, index) in self.locations.values() {
+        for (number, index) in self.locations.iter().filter(|(name, _)| !is_kept_wide(name)).map(|(_, at)| at)
+        {
             let kind = self.files[*number].entries()[*index].kind;
             kinds.entry(dtype_name(kind)).or_insert((kind, 0)).1 += 1;
         }
@@ -296,10 +307,24 @@ impl Weights {
     }
 }
 
-/// Returns the model's name of a file's tensor. `None` for rotary frequencies, which older files store for each layer and the
-/// configuration defines.
+/// Prefixes of tensors that are not read, and the parts of a model that they are of.
+const NOT_READ: [(&str, &str); 3] =
+    [("model.visual.", IMAGES), ("visual.", IMAGES), ("mtp.", "what predicts several tokens")];
+const IMAGES: &str = "the part that reads images";
+
+/// Returns the part that a tensor is of, if it is not read.
+fn part_not_read(name: &str) -> Option<&'static str> {
+    NOT_READ.iter().find(|(prefix, _)| name.starts_with(prefix)).map(|(_, part)| *part)
+}
+
+/// Returns the model's name of a file's tensor. `None` for parts that are not read, and for rotary frequencies, which older files store for
+/// each layer and the configuration defines.
 fn model_name(name: &str) -> Option<&str> {
-    (!name.ends_with("rotary_emb.inv_freq")).then(|| name.strip_prefix(PREFIX).unwrap_or(name))
+    if name.ends_with("rotary_emb.inv_freq") || part_not_read(name).is_some() {
+        return None;
+    }
+    let name = name.strip_prefix(PREFIX).unwrap_or(name);
+    Some(name.strip_prefix("language_model.").unwrap_or(name))
 }
 
 fn is_floating(kind: Kind) -> bool {

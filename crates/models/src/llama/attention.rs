@@ -20,8 +20,10 @@ pub(super) struct SelfAttention {
     /// Norms of queries and keys, and whether they cover all heads of a token.
     norms: Option<([RmsNorm; 2], bool)>,
     rope: Option<Rotary>,
-    /// The layer's index in the cache.
+    /// The layer's index among those of the cache with keys and values.
     layer: usize,
+    /// Whether each head of queries has a gate after it.
+    is_gated: bool,
     head: i64,
     options: AttentionConfig,
 }
@@ -45,7 +47,7 @@ impl SelfAttention {
     pub(super) fn new(
         config: &DecoderConfig,
         rope: Option<Rotary>,
-        layer: usize,
+        (layer, cache_index): (usize, usize),
         init: Init,
         options: (Kind, Device),
     ) -> Result<Self> {
@@ -56,12 +58,17 @@ impl SelfAttention {
         let (hidden, head) = (config.hidden_size, config.head_dim);
         let of_queries = config.num_attention_heads * head;
         let of_keys = config.num_key_value_heads * head;
+        let is_gated = config.family.facts().has_attention_gate;
         let projections = if config.family.facts().has_joint_projections {
             let qkv = linear(hidden, of_queries + 2 * of_keys, false)?;
             Projections::Joint { qkv, widths: [of_queries, of_keys] }
         } else {
             Projections::Separate {
-                q: linear(hidden, of_queries, config.has_bias(BiasOption::QueriesKeysValues))?,
+                q: linear(
+                    hidden,
+                    if is_gated { 2 * of_queries } else { of_queries },
+                    config.has_bias(BiasOption::QueriesKeysValues),
+                )?,
                 k: linear(hidden, of_keys, config.has_bias(BiasOption::QueriesKeysValues))?,
                 v: linear(hidden, of_keys, config.has_bias(BiasOption::QueriesKeysValues))?,
             }
@@ -82,7 +89,7 @@ impl SelfAttention {
             window: config.window(layer),
             softcap: config.attn_logit_softcapping,
         };
-        Ok(Self { projections, o_proj, norms, rope, layer, head, options })
+        Ok(Self { projections, o_proj, norms, rope, layer: cache_index, is_gated, head, options })
     }
 
     /// Queries, keys and values, `[b, t, width]`.
@@ -110,6 +117,14 @@ impl SelfAttention {
         context.extension.is_none() && context.documents.is_none() && !by_head && whole_heads && fused
     }
 
+    /// Divides queries with gates, each head's `[query, gate]`, into both, `[b, t, heads·head]`.
+    fn divide_gates(&self, q: &Tensor) -> Result<(Tensor, Tensor)> {
+        let (batch, sequence, width) = q.size3()?;
+        let pairs = q.f_view([batch, sequence, width / (2 * self.head), 2, self.head])?.f_unbind(3)?;
+        let flat = |x: &Tensor| x.f_reshape([batch, sequence, width / 2]);
+        Ok((flat(&pairs[0])?, flat(&pairs[1])?))
+    }
+
     fn options_for(&self, context: &Context<'_>) -> AttentionConfig {
         let dropout = if context.training { self.options.dropout } else { 0.0 };
         AttentionConfig { dropout, ..self.options }
@@ -119,6 +134,16 @@ impl SelfAttention {
 impl Attention for SelfAttention {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let [q, k, v] = self.project(x_btd, context)?;
+        let (q, gate) = if self.is_gated {
+            let (q, gate) = self.divide_gates(&q)?;
+            (q, Some(gate))
+        } else {
+            (q, None)
+        };
+        let output = |attended: Tensor| match &gate {
+            Some(gate) => self.o_proj.forward(&attended.f_mul(&gate.f_sigmoid()?)?, context),
+            None => self.o_proj.forward(&attended, context),
+        };
         let options = self.options_for(context);
         if self.takes_rows(&TensorLayout::of(&q)?, context) {
             let (q, k) = match &self.norms {
@@ -130,7 +155,7 @@ impl Attention for SelfAttention {
                 None => (q, k),
             };
             let attended = attention_of_rows(&q, &k, &v, self.head, &options)?;
-            return self.o_proj.forward(&attended, context);
+            return output(attended);
         }
         // [b, t, heads·head] to [b, t, heads, head]; the projection's width decides the number of heads.
         let heads = |joint: &Tensor| -> Result<Tensor> {
@@ -157,7 +182,7 @@ impl Attention for SelfAttention {
             Some(extension) => extension.attend(self.layer, &q, &k, &v, &options)?,
             None => attention(&q, &k, &v, context.documents, &options)?,
         };
-        self.o_proj.forward(&attended, context)
+        output(attended)
     }
 }
 

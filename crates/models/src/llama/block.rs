@@ -5,11 +5,12 @@
 //! x = x + m·post(mlp(pre(x)))         each pre and post is an RMS norm or nothing, m the residual multiplier
 //! ```
 
-use decoder::{BiasOption, NormPlacement};
+use decoder::{BiasOption, LINEAR_ATTENTION, NormPlacement};
 use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use super::attention::SelfAttention;
+use super::delta_net::GatedDeltaNet;
 use super::{DecoderConfig, rotary::Rotary};
 use crate::error::Result;
 use crate::init::Init;
@@ -20,7 +21,9 @@ use crate::swiglu::{Geglu, JointSwiglu, Swiglu};
 
 #[derive(Debug)]
 pub(super) struct LlamaBlock {
-    self_attn: Box<dyn Attention>,
+    attention: Box<dyn Attention>,
+    /// The name of the attention.
+    attention_name: &'static str,
     mlp: Box<dyn Mlp>,
     /// By name, in the order of their use.
     norms: Vec<(&'static str, RmsNorm)>,
@@ -37,7 +40,17 @@ impl LlamaBlock {
         options: (Kind, Device),
     ) -> Result<Self> {
         let &DecoderConfig { family, hidden_size, intermediate_size, .. } = config;
-        let self_attn = Box::new(SelfAttention::new(config, rope, layer, init, options)?);
+        // The layer's number among those of its kind, by which it finds its part of a cache.
+        let linear = (0..layer).filter(|&layer| config.is_linear(layer)).count();
+        let (attention_name, attention): (_, Box<dyn Attention>) = match config.linear_attention {
+            Some(sizes) if config.is_linear(layer) => {
+                (LINEAR_ATTENTION, Box::new(GatedDeltaNet::new(config, sizes, linear, init, options)?))
+            }
+            _ => {
+                let index = layer - linear;
+                ("self_attn", Box::new(SelfAttention::new(config, rope, (layer, index), init, options)?))
+            }
+        };
         let mlp: Box<dyn Mlp> = if let Some(mixture) = config.layer_mixture(layer) {
             Box::new(SparseMlp::new(hidden_size, mixture, init, options)?)
         } else if family.is_gemma() {
@@ -50,7 +63,8 @@ impl LlamaBlock {
         };
         let norm = |&name| Ok((name, super::norm(config, hidden_size, options)?));
         Ok(Self {
-            self_attn,
+            attention,
+            attention_name,
             mlp,
             norms: family.norm_names().iter().map(norm).collect::<Result<_>>()?,
             placement: family.facts().norms,
@@ -82,7 +96,7 @@ impl LlamaBlock {
 
 impl Module for LlamaBlock {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
-        visitor.part("self_attn", &*self.self_attn);
+        visitor.part(self.attention_name, &*self.attention);
         visitor.part("mlp", &*self.mlp);
         for (name, norm) in &self.norms {
             visitor.part(name, norm);
@@ -90,7 +104,7 @@ impl Module for LlamaBlock {
     }
 
     fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
-        visitor.attention("self_attn", &mut self.self_attn)?;
+        visitor.attention(self.attention_name, &mut self.attention)?;
         visitor.mlp("mlp", &mut self.mlp)?;
         self.norms.iter_mut().try_for_each(|(name, norm)| visitor.part(name, norm))
     }
@@ -104,7 +118,7 @@ impl Block for LlamaBlock {
             [Some(norm), _] => norm.forward(x_btd)?,
             [None, _] => x_btd.f_alias()?,
         };
-        let update = self.after(0, self.self_attn.forward(&normed, context)?)?;
+        let update = self.after(0, self.attention.forward(&normed, context)?)?;
         drop(normed);
         let (x, normed) = match self.around(1) {
             [Some(norm), _] => norm.add(x_btd, &update)?,

@@ -51,6 +51,11 @@ fn published_files_are_read_as_transformers_reads_them() {
     });
     let mixture = check(Family::Qwen3Moe, [151_936, 2048, 6144, 48, 32, 4], fields, 30_532_122_624);
     assert_eq!(mixture.mixture_layers(), 48);
+    // The defaults of transformers' Qwen3_5TextConfig, which are those of Qwen3.5-9B; the count is that of its `Qwen3_5ForCausalLM`.
+    let fields = json!({ "rope_parameters": { "rope_type": "default", "rope_theta": 1e7, "mrope_section": [11, 11, 10] } });
+    let qwen35 = check(Family::Qwen35, [248_320, 4096, 12288, 32, 16, 4], fields, 8_953_803_264);
+    assert_eq!((qwen35.rotary_dim(), qwen35.linear_layers()), (64, 24));
+    assert!((0..32).all(|layer| qwen35.is_linear(layer) == ((layer + 1) % 4 != 0)));
     // Mistral-7B-v0.1, and v0.3 without a window.
     let sizes = [32000, 4096, 14336, 32, 32, 8];
     let mistral =
@@ -152,9 +157,34 @@ fn what_is_not_supported_is_refused_by_name() {
             "`output_router_logits` is true, which adds a loss of balance that is not computed here",
         ),
         (
-            "qwen3_5",
+            "qwen3_next",
             json!({}),
-            "`model_type` is `qwen3_5` (its gated DeltaNet layers are not supported); expected one of",
+            "`model_type` is `qwen3_next` (the projections of its linear attention are grouped by key head, which is not supported;",
+        ),
+        (
+            "qwen3_5_text",
+            json!({ "linear_num_key_heads": 3, "linear_num_value_heads": 4 }),
+            "`linear_num_key_heads` 3 does not divide `linear_num_value_heads` 4; take a divisor",
+        ),
+        (
+            "qwen3_5_text",
+            json!({ "linear_conv_kernel_dim": 65 }),
+            "`linear_conv_kernel_dim` is 65; expected a number from 1 to 64",
+        ),
+        (
+            "qwen3_5_text",
+            json!({ "layer_types": vec!["sliding_attention"; 4] }),
+            "attention has a sliding window, which `qwen3_5_text` does not have",
+        ),
+        (
+            "qwen3_5_text",
+            json!({ "full_attention_interval": 0 }),
+            "`full_attention_interval` is 0; expected at least 1",
+        ),
+        (
+            "qwen3_5_text",
+            json!({ "attn_output_gate": false }),
+            "`attn_output_gate` is false; expected true, since the output of attention has a gate",
         ),
         (
             "gemma3",
@@ -175,7 +205,7 @@ fn what_is_not_supported_is_refused_by_name() {
         (
             "qwen3",
             json!({ "layer_types": ["full_attention", "linear_attention", "full_attention", "full_attention"] }),
-            "`layer_types` has a `linear_attention` layer; expected full_attention or sliding_attention",
+            "`layer_types` has a `linear_attention` layer, which `qwen3` does not have; expected full_attention or sliding_attention",
         ),
         (
             "qwen3",

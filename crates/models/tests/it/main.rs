@@ -1,6 +1,7 @@
 //! The tests of `models` that need only its public interface: one binary, a module per behaviour.
 
 mod attention;
+mod delta_net;
 mod families_config;
 mod fixtures;
 mod fixtures_families;

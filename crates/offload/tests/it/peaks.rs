@@ -39,6 +39,7 @@ const SIZES: Sizes = Sizes {
     attention_bias: false,
     mlp_bias: false,
     experts: None,
+    linear: None,
     windows: None,
 };
 

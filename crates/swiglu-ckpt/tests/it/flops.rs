@@ -25,6 +25,7 @@ const SIZES: Sizes = Sizes {
     attention_bias: false,
     mlp_bias: false,
     experts: None,
+    linear: None,
     windows: None,
 };
 const WORK: Workload = Workload { batch: 3, sequence: 20 };
