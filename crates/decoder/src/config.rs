@@ -18,6 +18,7 @@ use serde_json::{Map, Value};
 pub use layers::{LayerType, LongRope};
 pub use linear_attention::LinearAttention;
 pub use mixture::Mixture;
+pub use nested::text_config;
 pub use rope_file::{RopeFields, RopeSpellings};
 
 use crate::error::{Error, Result};
@@ -184,7 +185,7 @@ impl DecoderConfig {
     pub fn read(path: &Path) -> Result<Self> {
         let file = |reason: String| Error::File { path: path.to_owned(), reason };
         let text = std::fs::read_to_string(path).map_err(|cause| file(cause.to_string()))?;
-        strict_json::from_str(&nested::flattened(&text)).map_err(|cause| match cause.classify() {
+        strict_json::from_str(&text_config(&text)).map_err(|cause| match cause.classify() {
             Category::Syntax | Category::Eof => {
                 file(format!("not JSON ({cause}); copy or download it again"))
             }
@@ -198,7 +199,7 @@ impl DecoderConfig {
     /// # Errors
     /// As serde; invalid JSON with its place.
     pub fn sizes_from_str(text: &str) -> Result<Self, serde_json::Error> {
-        let mut file: HuggingFace = strict_json::from_str(&nested::flattened(text))?;
+        let mut file: HuggingFace = strict_json::from_str(&text_config(text))?;
         file.keep_sizes();
         file.try_into().map_err(serde::de::Error::custom)
     }

@@ -38,6 +38,7 @@ mod tensors;
 
 pub use config::{
     AttentionPath, DecoderConfig, LayerType, LinearAttention, LongRope, Mixture, RopeFields, RopeSpellings,
+    text_config,
 };
 pub use error::{Error, Result};
 pub use family::{AttentionBias, Facts, Family, NormPlacement, QueryKeyNorm, WindowRule, Windows};
@@ -46,5 +47,5 @@ pub use shapes::{EMBEDDING, LM_HEAD};
 pub use sizes::{ExpertSizes, LinearSizes, Sizes, WindowedLayers};
 pub use tensors::{
     BiasOption, EXPERT_PROJECTIONS, LINEAR_ATTENTION, Projection, ROUTER, Width, expert_projection,
-    is_kept_wide,
+    is_kept_wide, part_not_read, parts_not_read,
 };

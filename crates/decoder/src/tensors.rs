@@ -90,6 +90,24 @@ pub fn is_kept_wide(name: &str) -> bool {
     name.ends_with("linear_attn.A_log") || name.ends_with("linear_attn.dt_bias")
 }
 
+/// Prefixes of tensors that are not read, and the parts of a model that they are of.
+const NOT_READ: [(&str, &str); 3] =
+    [("model.visual.", IMAGES), ("visual.", IMAGES), ("mtp.", "what predicts several tokens")];
+const IMAGES: &str = "the part that reads images";
+
+/// Returns the part of a model that a file's tensor is of, if it is one that is not read.
+pub fn part_not_read(name: &str) -> Option<&'static str> {
+    NOT_READ.iter().find(|(prefix, _)| name.starts_with(prefix)).map(|(_, part)| *part)
+}
+
+/// Returns the parts that these tensors of files are of and that are not read, each once.
+pub fn parts_not_read<'a>(names: impl Iterator<Item = &'a str>) -> Vec<&'static str> {
+    let mut parts: Vec<&str> = names.filter_map(part_not_read).collect();
+    parts.sort_unstable();
+    parts.dedup();
+    parts
+}
+
 /// The number of projections of linear attention before its convolution.
 pub(crate) const LINEAR_INPUTS: usize = 4;
 

@@ -48,7 +48,7 @@ impl Adapter {
     /// # Errors
     /// A missing or invalid file; a kind of adapter or of model that a GGUF file cannot hold, by name.
     pub fn open(folder: &Path, base: &Path) -> Result<Self> {
-        let fields = Fields::read(&base.join("config.json"))?;
+        let fields = Fields::read_config(&base.join("config.json"))?;
         let family = Family::from_config(&fields)?;
         let sizes = model::decoder(&fields)?.sizes();
         let config = Fields::read(&folder.join("adapter_config.json"))?;
@@ -71,7 +71,7 @@ impl Adapter {
         let path = PathBuf::from("adapter_config.json");
         let fields = serde_json::from_str(config).map_err(|cause| file_error(&path, cause.to_string()))?;
         check(&Fields { path, fields })?;
-        let fields = Fields::read(&base.join("config.json"))?;
+        let fields = Fields::read_config(&base.join("config.json"))?;
         let family = Family::from_config(&fields)?;
         if adapts_head { check_head(&fields, family, base) } else { Ok(()) }
     }
@@ -152,6 +152,7 @@ impl Adapter {
         }
         let meant = scale(module, rank).map_err(|reason| file_error(&self.folder, reason))?;
         let factor = (meant * rank as f64 / alpha) as f32;
+        let value_columns = target.transform.value_columns;
         let planned = |suffix: &str, shape: &[u64], location: &crate::safetensors::Location, rows| Planned {
             info: TensorInfo {
                 name: format!("{}.lora_{suffix}", target.name),
@@ -161,8 +162,14 @@ impl Adapter {
             values: Values::Stored { location: location.clone(), rows },
         };
         Ok([
-            planned("a", &first.shape, first, Rows::default()),
-            planned("b", &second.shape, second, Rows { scale: factor, ..target.transform }),
+            // The columns of A are ordered as those of W, the rows of B as its rows.
+            planned("a", &first.shape, first, Rows { value_columns, ..Rows::default() }),
+            planned(
+                "b",
+                &second.shape,
+                second,
+                Rows { scale: factor, value_columns: None, ..target.transform },
+            ),
         ])
     }
 }

@@ -13,6 +13,7 @@ use crate::rounding::{first_difference, largest_value};
 use crate::safetensors::{Location, Tensors};
 use crate::tensor_type::TensorType;
 use crate::value::Value;
+use crate::value_heads::ValueHeads;
 use crate::writer::{Header, TensorInfo, Writer};
 
 /// Values that are converted at once.
@@ -26,6 +27,12 @@ const PARALLEL: usize = 1 << 13;
 pub(crate) struct Rows {
     /// For q and k of llama: the rows of a head of d; Hugging Face rotates i with i + d/2, and llama.cpp 2i with 2i + 1.
     pub(crate) interleaved: Option<u64>,
+    /// Rows, or elements of a vector, that are value heads of linear attention.
+    pub(crate) value_heads: Option<ValueHeads>,
+    /// Columns that are.
+    pub(crate) value_columns: Option<ValueHeads>,
+    /// Whether a value x is stored as −eˣ: the logarithms of decays. No factor and no summand then.
+    pub(crate) is_decay: bool,
     /// Added to each value.
     pub(crate) add: f32,
     /// Factor of each value.
@@ -34,7 +41,49 @@ pub(crate) struct Rows {
 
 impl Default for Rows {
     fn default() -> Self {
-        Self { interleaved: None, add: 0.0, scale: 1.0 }
+        Self {
+            interleaved: None,
+            value_heads: None,
+            value_columns: None,
+            is_decay: false,
+            add: 0.0,
+            scale: 1.0,
+        }
+    }
+}
+
+impl Rows {
+    /// Whether the file has rows, or a vector's elements, in another order.
+    pub(crate) fn is_reordered(&self) -> bool {
+        self.interleaved.is_some() || self.value_heads.is_some()
+    }
+
+    /// Whether the file has the same values, in whatever order of rows.
+    pub(crate) fn keeps_rows(&self) -> bool {
+        let Self { value_columns, is_decay, add, scale, .. } = *self;
+        value_columns.is_none() && !is_decay && add == 0.0 && scale == 1.0
+    }
+
+    /// Where a file has the row `row` of Hugging Face. Of interleaved heads of d rows, i is at 2i, and i + d/2 at 2i + 1.
+    pub(crate) fn stored(&self, row: u64) -> u64 {
+        match (self.interleaved, &self.value_heads) {
+            (Some(head), _) => {
+                let within = row % head;
+                row - within + 2 * (within % (head / 2)) + within / (head / 2)
+            }
+            (None, Some(heads)) => heads.stored(row),
+            (None, None) => row,
+        }
+    }
+
+    /// The stored value.
+    fn apply(&self, value: f32) -> f32 {
+        if self.is_decay { -value.exp() } else { self.scale * value + self.add }
+    }
+
+    /// The value of Hugging Face.
+    pub(crate) fn undo(&self, value: f32) -> f32 {
+        if self.is_decay { (-value).ln() } else { (value - self.add) / self.scale }
     }
 }
 
@@ -163,14 +212,39 @@ impl<'a> Conversion<'a> {
             Values::Computed(all) => return Ok(all[part.start as usize..part.end as usize].to_vec()),
             Values::Stored { location, rows } => (location, rows),
         };
-        let mut chunk = self.tensors.values(location, part)?;
+        let columns = row_length(info);
+        let mut chunk = match &rows.value_heads {
+            Some(heads) => self.by_heads(location, heads, part, columns as u64)?,
+            None => self.tensors.values(location, part)?,
+        };
         if let Some(head) = rows.interleaved {
-            chunk = interleave(&chunk, head as usize, row_length(info));
+            chunk = interleave(&chunk, head as usize, columns);
         }
-        for value in &mut chunk {
-            *value = rows.scale * *value + rows.add;
+        if let Some(heads) = &rows.value_columns {
+            heads.reorder_columns(&mut chunk, columns, false);
         }
+        chunk.iter_mut().for_each(|value| *value = rows.apply(*value));
         Ok(chunk)
+    }
+
+    /// Rows of the file that are value heads, by runs of rows that Hugging Face has after one another.
+    fn by_heads(
+        &self,
+        location: &Location,
+        heads: &ValueHeads,
+        part: Range<u64>,
+        columns: u64,
+    ) -> Result<Vec<f32>> {
+        let (mut row, end) = (part.start / columns, part.end / columns);
+        let mut values = Vec::new();
+        while row < end {
+            let source = heads.source(row);
+            let run = (1..end - row).find(|&next| heads.source(row + next) != source + next);
+            let run = run.unwrap_or(end - row);
+            values.extend(self.tensors.values(location, source * columns..(source + run) * columns)?);
+            row += run;
+        }
+        Ok(values)
     }
 
     /// The values of a range of the file by another way than [`Conversion::converted`]: each source value's index is computed.
@@ -179,8 +253,11 @@ impl<'a> Conversion<'a> {
             Values::Computed(all) => return Ok(all[part.start as usize..part.end as usize].to_vec()),
             Values::Stored { location, rows } => (location, rows),
         };
-        let source = self.tensors.values(location, part)?;
         let columns = row_length(info);
+        if rows.value_heads.is_some() || rows.value_columns.is_some() {
+            return self.meant_by_heads(location, rows, part, columns as u64);
+        }
+        let source = self.tensors.values(location, part)?;
         let mut meant = vec![0f32; source.len()];
         for (at, value) in source.into_iter().enumerate() {
             let (row, column) = (at / columns, at % columns);
@@ -193,7 +270,32 @@ impl<'a> Conversion<'a> {
                     start + 2 * (within % (head / 2)) + within / (head / 2)
                 }
             };
-            meant[row * columns + column] = rows.scale * value + rows.add;
+            meant[row * columns + column] = rows.apply(value);
+        }
+        Ok(meant)
+    }
+
+    /// [`Conversion::meant`] for value heads: from where each index of Hugging Face goes.
+    fn meant_by_heads(
+        &self,
+        location: &Location,
+        rows: &Rows,
+        part: Range<u64>,
+        columns: u64,
+    ) -> Result<Vec<f32>> {
+        let total: u64 = location.shape.iter().product::<u64>() / columns;
+        let mut sources = vec![0; total as usize];
+        (0..total).for_each(|row| sources[rows.stored(row) as usize] = row);
+        let mut meant = Vec::new();
+        for row in part.start / columns..part.end / columns {
+            let source = sources[row as usize] * columns;
+            let values = self.tensors.values(location, source..source + columns)?;
+            let start = meant.len();
+            meant.resize(start + columns as usize, 0f32);
+            for (column, value) in (0..).zip(values) {
+                let place = rows.value_columns.map_or(column, |heads| heads.stored(column));
+                meant[start + place as usize] = rows.apply(value);
+            }
         }
         Ok(meant)
     }

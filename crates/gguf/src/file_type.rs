@@ -77,7 +77,9 @@ impl FileType {
         decoder: Decoder,
         tensors: impl Iterator<Item = &'a mut TensorInfo>,
     ) -> Vec<(&'a TensorInfo, usize)> {
-        let (vectors, matrices): (Vec<_>, Vec<_>) = tensors.partition(|tensor| tensor.shape.len() < 2);
+        let is_vector =
+            |tensor: &&mut TensorInfo| tensor.shape.len() < 2 || tensor.name.ends_with(CONVOLUTION);
+        let (vectors, matrices): (Vec<_>, Vec<_>) = tensors.partition(is_vector);
         for vector in vectors {
             vector.kind = TensorType::F32;
         }
@@ -133,6 +135,8 @@ impl FileType {
     }
 }
 
+/// A convolution, whose rows are as short as its window.
+const CONVOLUTION: &str = ".ssm_conv1d.weight";
 const HEAD: &str = "output.weight";
 const EMBEDDING: &str = "token_embd.weight";
 

@@ -26,6 +26,14 @@ pub(crate) struct Fields {
 }
 
 impl Fields {
+    /// Reads the `config.json` of a model, or of the text model of one that also reads images.
+    pub(crate) fn read_config(path: &Path) -> Result<Self> {
+        let text = std::fs::read_to_string(path).map_err(|cause| io_error(path, cause))?;
+        let fields = serde_json::from_str(&decoder::text_config(&text))
+            .map_err(|cause| file_error(path, format!("{cause}; expected a JSON object")))?;
+        Ok(Self { path: path.to_owned(), fields })
+    }
+
     pub(crate) fn read(path: &Path) -> Result<Self> {
         Ok(Self { path: path.to_owned(), fields: read(path)? })
     }

@@ -7,7 +7,7 @@ mod rope;
 
 use std::path::{Path, PathBuf};
 
-use decoder::{DecoderConfig, Sizes};
+use decoder::{DecoderConfig, LM_HEAD, Sizes};
 
 use crate::conversion::{self, Conversion, Planned, Rows, Values};
 use crate::error::{Result, file_error, unsupported};
@@ -20,7 +20,7 @@ use crate::value::Value;
 use crate::writer::TensorInfo;
 
 pub(crate) use family::{Family, decoder, tensor_shape};
-pub(crate) use names::{TensorName, gguf_name};
+pub(crate) use names::{TensorName, gguf_name, stored_shape};
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
@@ -38,6 +38,8 @@ pub struct Model {
     decoder: DecoderConfig,
     sizes: Sizes,
     tensors: Tensors,
+    /// Parts of the model that are not in the file.
+    left_out: Vec<&'static str>,
     /// Whether the head is the embedding.
     tied: bool,
     tokenizer: Tokenizer,
@@ -58,12 +60,13 @@ impl Model {
     /// # Errors
     /// As [`Model::open`].
     pub fn open_with(folder: &Path, tokenizer: &Path) -> Result<Self> {
-        let config = Fields::read(&folder.join("config.json"))?;
+        let config = Fields::read_config(&folder.join("config.json"))?;
         let family = Family::from_config(&config)?;
         let decoder = family::decoder(&config)?;
         family.check(&config, &decoder)?;
         let sizes = decoder.sizes();
         let mut tensors = Tensors::of_model(folder)?;
+        let left_out = tensors.keep_text_model();
         let tied = ties(&config, family, &mut tensors)?;
         if !tied && !family.has_head {
             return Err(unsupported(
@@ -77,7 +80,7 @@ impl Model {
         let name = real.file_name().map(|name| name.to_string_lossy().into_owned());
         let name = name.unwrap_or_else(|| "model".to_owned());
         let folder = folder.to_owned();
-        Ok(Self { folder, config, family, decoder, sizes, tensors, tied, tokenizer, name })
+        Ok(Self { folder, config, family, decoder, sizes, tensors, left_out, tied, tokenizer, name })
     }
 
     /// Sets the name in the file, `general.name`, which is the folder's otherwise.
@@ -122,6 +125,7 @@ impl Model {
     pub fn convert(&self, kind: FileType) -> Result<Conversion<'_>> {
         let mut plan = Vec::new();
         let mut notes = self.family.notes(&self.config)?;
+        notes.extend(self.left_out.iter().map(|part| format!("{part} is left out")));
         if !self.tied && self.config.flag("tie_word_embeddings", self.family.tied)? {
             notes.push(
                 "config.json ties the head to the embedding, but the files have another head, which is used"
@@ -147,7 +151,7 @@ impl Model {
             let Some(location) = self.tensors.get(name) else { continue };
             self.check_shape(name, location)?;
             plan.push(Planned {
-                info: TensorInfo { shape: location.shape.clone(), kind: TensorType::F32, name: new },
+                info: TensorInfo { shape: stored_shape(&location.shape), kind: TensorType::F32, name: new },
                 values: Values::Stored { location: location.clone(), rows: transform },
             });
         }
@@ -179,11 +183,9 @@ impl Model {
 
     /// The names of the tensors that a model of these sizes has.
     fn needed(&self) -> Vec<String> {
-        let layers = (0..self.sizes.layers).flat_map(|layer| {
-            self.family.modules().map(move |module| format!("model.layers.{layer}.{module}.weight"))
-        });
-        let ends = [EMBEDDING, "model.norm.weight"].map(str::to_owned);
-        layers.chain(ends).chain((!self.tied).then(|| HEAD.to_owned())).collect()
+        let shapes = self.decoder.shapes().into_iter().map(|(name, _)| name);
+        let names = shapes.filter(|name| name != LM_HEAD && !name.ends_with(".bias"));
+        names.map(|name| format!("model.{name}")).chain((!self.tied).then(|| HEAD.to_owned())).collect()
     }
 
     fn refuse_differences(&self, missing: &[String], unknown: &[&str]) -> Result<()> {

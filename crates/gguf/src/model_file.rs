@@ -21,7 +21,7 @@ use serde_json::{Map, Value as Json};
 
 use crate::conversion::Rows;
 use crate::error::{Result, file_error, unsupported};
-use crate::model::{Family, TensorName, gguf_name};
+use crate::model::{Family, TensorName, gguf_name, stored_shape};
 use crate::reader::Reader;
 use crate::tensor_type::TensorType;
 use config::Tensors;
@@ -54,6 +54,14 @@ pub struct FileTensor {
     pub kind: TensorType,
     place: Place,
     rows: Rows,
+}
+
+impl FileTensor {
+    /// Returns whether rows of Hugging Face are rows of the file: not for a vector, for a tensor whose values change, as a Gemma's norms, and
+    /// for one whose columns have another order, as the output of linear attention.
+    pub fn has_blocks(&self) -> bool {
+        self.shape.len() == 2 && self.rows.keeps_rows()
+    }
 }
 
 /// An open file, or all files of a model that is split, as a model of Hugging Face.
@@ -159,41 +167,45 @@ impl ModelFile {
     /// Rows that the tensor does not have.
     pub fn rows(&self, tensor: &FileTensor, rows: Range<u64>, values: &mut Vec<f32>) -> Result<()> {
         let (file, start) = (&self.files[tensor.place.file], values.len());
-        match (tensor.rows.interleaved, &tensor.shape[..]) {
-            (None, _) => tensor.kind.decode(file.raw(tensor.place.position, rows)?, values),
-            (Some(head), [_]) => {
+        let order = &tensor.rows;
+        match (order.is_reordered(), &tensor.shape[..]) {
+            (false, _) => tensor.kind.decode(file.raw(tensor.place.position, rows)?, values),
+            (true, [_]) => {
                 let stored = file.rows(tensor.place.position, rows)?;
-                values.extend((0..stored.len() as u64).map(|at| stored[stored_row(at, head) as usize]));
+                values.extend((0..stored.len() as u64).map(|at| stored[order.stored(at) as usize]));
             }
-            (Some(head), _) => {
+            (true, _) => {
                 for row in rows {
-                    let row = stored_row(row, head);
+                    let row = order.stored(row);
                     tensor.kind.decode(file.raw(tensor.place.position, row..row + 1)?, values);
                 }
             }
         }
-        let Rows { add, scale, .. } = tensor.rows;
-        if add != 0.0 || scale != 1.0 {
-            values[start..].iter_mut().for_each(|value| *value = (*value - add) / scale);
+        if let (Some(heads), Some(columns)) = (order.value_columns, tensor.shape.last()) {
+            heads.reorder_columns(&mut values[start..], *columns as usize, true);
+        }
+        if order.is_decay || order.add != 0.0 || order.scale != 1.0 {
+            values[start..].iter_mut().for_each(|value| *value = order.undo(*value));
         }
         Ok(())
     }
 
-    /// Returns the blocks of a matrix's rows as the file has them, rows in Hugging Face's order; `None` for a tensor whose values change, as
-    /// a Gemma's norms, and for a vector.
+    /// Returns the blocks of a matrix's rows as the file has them, rows in Hugging Face's order; `None` where a tensor
+    /// [has none](FileTensor::has_blocks).
     ///
     /// # Errors
     /// As [`ModelFile::rows`].
     pub fn blocks(&self, tensor: &FileTensor, rows: Range<u64>) -> Result<Option<Cow<'_, [u8]>>> {
-        let Rows { interleaved, add, scale } = tensor.rows;
-        if tensor.shape.len() < 2 || add != 0.0 || scale != 1.0 {
+        if !tensor.has_blocks() {
             return Ok(None);
         }
         let (file, position) = (&self.files[tensor.place.file], tensor.place.position);
-        let Some(head) = interleaved else { return file.raw(position, rows).map(|bytes| Some(bytes.into())) };
+        if !tensor.rows.is_reordered() {
+            return file.raw(position, rows).map(|bytes| Some(bytes.into()));
+        }
         let mut blocks = Vec::new();
         for row in rows {
-            let row = stored_row(row, head);
+            let row = tensor.rows.stored(row);
             blocks.extend_from_slice(file.raw(position, row..row + 1)?);
         }
         Ok(Some(blocks.into()))
@@ -206,12 +218,6 @@ impl ModelFile {
     pub fn forget(&self, tensor: &FileTensor) -> Result<()> {
         self.files[tensor.place.file].forget(tensor.place.position)
     }
-}
-
-/// Where the row `row` of Hugging Face is in a file whose heads of `head` rows are interleaved: i is at 2i, and i + d/2 at 2i + 1.
-fn stored_row(row: u64, head: u64) -> u64 {
-    let within = row % head;
-    row - within + 2 * (within % (head / 2)) + within / (head / 2)
 }
 
 /// The tensors of all files by name.
@@ -271,7 +277,7 @@ impl<'a> Contents<'a> {
             };
             let info = self.info(place);
             let expected: Vec<u64> = shape.iter().map(|size| size.unsigned_abs()).collect();
-            if info.shape != expected {
+            if info.shape != stored_shape(&expected) {
                 let reason = format!(
                     "`{stored}` has the shape {:?}; its metadata give {expected:?}: get the file again",
                     info.shape

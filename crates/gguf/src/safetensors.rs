@@ -168,6 +168,19 @@ impl Tensors {
         self.tensors.get(name)
     }
 
+    /// Keeps the text model of one that also reads images, under its usual names, and returns the parts that are left out.
+    pub(crate) fn keep_text_model(&mut self) -> Vec<&'static str> {
+        let left_out = decoder::parts_not_read(self.names());
+        self.tensors.retain(|name, _| decoder::part_not_read(name).is_none());
+        let tensors = std::mem::take(&mut self.tensors).into_iter();
+        let renamed = |name: String| match name.strip_prefix("model.language_model.") {
+            Some(rest) => format!("model.{rest}"),
+            None => name,
+        };
+        self.tensors = tensors.map(|(name, location)| (renamed(name), location)).collect();
+        left_out
+    }
+
     /// Gives a tensor another name, if there is one of the first.
     pub(crate) fn rename(&mut self, name: &str, new: &str) {
         if let Some(location) = self.tensors.remove(name) {

@@ -56,7 +56,7 @@ pub fn matrix_bytes(file: &ModelFile) -> Result<Vec<(String, u64)>> {
     let bytes = |tensor: &FileTensor| {
         let name = tensor.name.strip_prefix("model.").unwrap_or(&tensor.name).to_owned();
         let numbers: u64 = tensor.shape.iter().product();
-        Ok(match block_type(file, tensor)? {
+        Ok(match block_type(file, tensor)?.filter(|_| tensor.has_blocks()) {
             Some(stored) => (name, numbers / stored.values() as u64 * stored.bytes() as u64),
             None => (name, 2 * numbers),
         })
@@ -135,7 +135,7 @@ fn copy(file: &ModelFile, tensor: &FileTensor, target: &Tensor) -> Result<()> {
     let _no_grad = tch::no_grad_guard();
     let (rows, columns) = match tensor.shape[..] {
         [columns] => (1, columns),
-        [rows, columns] => (rows, columns),
+        [rows, columns] | [rows, 1, columns] => (rows, columns),
         _ => (0, 1),
     };
     let expected: Vec<i64> = tensor.shape.iter().map(|size| *size as i64).collect();

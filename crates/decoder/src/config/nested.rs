@@ -15,7 +15,7 @@ const SHARED: [&str; 5] =
 
 /// Returns the configuration of the text model, if the file is that of a model which also reads images and whose text model is supported; any
 /// other text as it is.
-pub(crate) fn flattened(text: &str) -> Cow<'_, str> {
+pub fn text_config(text: &str) -> Cow<'_, str> {
     let Ok(file) = strict_json::from_str::<Map<String, Value>>(text) else { return Cow::Borrowed(text) };
     let of_file = file.get("model_type").and_then(Value::as_str);
     let text_type = NESTED.iter().find(|(name, _)| Some(*name) == of_file).map(|(_, text_type)| *text_type);

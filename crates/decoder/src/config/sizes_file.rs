@@ -8,7 +8,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::nested;
+use super::text_config;
 use crate::config::DecoderConfig;
 use crate::error::{Error, Result};
 use crate::family::Family;
@@ -30,7 +30,7 @@ impl Sizes {
     /// # Errors
     /// As [`Sizes::read`].
     pub fn parse(path: &Path, text: &str) -> Result<Self> {
-        let text = &*nested::flattened(text);
+        let text = &*text_config(text);
         let value: Value = serde_json::from_str(text)
             .map_err(|cause| file_error(path, format!("not JSON ({cause}); copy or download it again")))?;
         let Value::Object(object) = value else {

@@ -7,6 +7,7 @@ use std::ops::Deref;
 use decoder::{DecoderConfig, Facts, QueryKeyNorm, Sizes, Windows};
 use serde_json::Value;
 
+use super::names::of_linear_attention;
 use crate::error::{Result, file_error, unsupported};
 use crate::json::Fields;
 
@@ -62,7 +63,7 @@ const LLAMA: Family = Family {
 const OTHER: Family =
     Family { permuted: false, biases: &[], rope_types: &["default", "linear", "yarn"], ..LLAMA };
 
-static FAMILIES: [Family; 10] = [
+static FAMILIES: [Family; 11] = [
     LLAMA,
     Family { kind: decoder::Family::Mistral, biases: &[], ..LLAMA },
     Family { kind: decoder::Family::Granite, architecture: "granite", own_head_dim: false, ..LLAMA },
@@ -77,6 +78,7 @@ static FAMILIES: [Family; 10] = [
     },
     Family { kind: decoder::Family::Qwen2, architecture: "qwen2", biases: QKV, own_head_dim: false, ..OTHER },
     Family { kind: decoder::Family::Qwen3, architecture: "qwen3", ..OTHER },
+    Family { kind: decoder::Family::Qwen35, architecture: "qwen35", rope_types: &["default"], ..OTHER },
     Family {
         kind: decoder::Family::Olmo2,
         architecture: "olmo2",
@@ -184,6 +186,21 @@ impl Family {
         {
             return refuse(key, format!("llama.cpp computes `{expected}` for this family"));
         }
+        if let Some(linear) = decoder.linear_attention
+            && linear.key_dim != linear.value_dim
+        {
+            return refuse(
+                "linear_value_head_dim",
+                format!("llama.cpp computes square states, of `linear_key_head_dim` = {}", linear.key_dim),
+            );
+        }
+        if self.has_linear_layers && full_attention_interval(decoder).is_none() {
+            return refuse(
+                "layer_types",
+                "llama.cpp takes every n-th layer as one that attends in full, and all others as linear"
+                    .to_owned(),
+            );
+        }
         if let Some(period) = self.period {
             self.check_layers(config, &sizes, period)?;
         }
@@ -280,6 +297,14 @@ impl Family {
     }
 }
 
+/// Returns n if every n-th layer attends in full and all others have linear attention; `None` for another order.
+pub(crate) fn full_attention_interval(decoder: &DecoderConfig) -> Option<u64> {
+    let layers = usize::try_from(decoder.num_hidden_layers).ok()?;
+    let first = (0..layers).find(|&layer| !decoder.is_linear(layer)).unwrap_or(layers);
+    let as_expected = |layer: usize| decoder.is_linear(layer) != (layer + 1).is_multiple_of(first + 1);
+    (0..layers).all(as_expected).then_some(first as u64 + 1)
+}
+
 /// Reads the options of a configuration, except its rotary embedding and its activation.
 pub(crate) fn decoder(config: &Fields) -> Result<DecoderConfig> {
     let wrong = |reason: String| file_error(&config.path, reason);
@@ -289,8 +314,17 @@ pub(crate) fn decoder(config: &Fields) -> Result<DecoderConfig> {
 
 /// Returns the shape of a tensor of the files; `None` for the norms of q and k of all heads, which have several sizes.
 pub(crate) fn tensor_shape(sizes: &Sizes, name: &str) -> Option<Vec<u64>> {
+    if let (Some(linear), Some((_, tensor))) = (sizes.linear, of_linear_attention(name)) {
+        match tensor {
+            "conv1d.weight" => return Some(vec![linear.channels()?, 1, linear.window]),
+            "A_log" | "dt_bias" => return Some(vec![linear.value_heads]),
+            "norm.weight" => return Some(vec![linear.value]),
+            _ => {}
+        }
+    }
     let (module, kind) = name.rsplit_once('.')?;
-    let projection = sizes.family.projections().iter().find(|projection| module.ends_with(projection.name));
+    let mut projections = sizes.family.projections().iter().chain(sizes.family.linear_projections());
+    let projection = projections.find(|projection| module.ends_with(projection.name));
     let (rows, columns) = match (projection, module.rsplit('.').next()?) {
         (Some(projection), _) => (sizes.width(projection.output)?, sizes.width(projection.input)?),
         (None, "embed_tokens" | "lm_head") => (sizes.vocabulary, sizes.hidden),

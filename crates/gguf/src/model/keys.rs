@@ -2,10 +2,13 @@
 
 use decoder::DecoderConfig;
 
-use super::family::Family;
+use super::family::{Family, full_attention_interval};
 use crate::error::Result;
 use crate::json::Fields;
-use crate::value::Value;
+use crate::value::{Array, Value};
+
+/// Pairs of a head that rotate by the time, the height and the width of an image's part, in every published Qwen3.5.
+const ROPE_SECTIONS: [i32; 4] = [11, 11, 10, 0];
 
 /// Returns the keys of sizes, norms and scales; those of the rotary embedding are in `rope`.
 pub(super) fn keys(
@@ -32,6 +35,18 @@ pub(super) fn keys(
             ("embedding_scale", float(decoder.embedding_multiplier)),
             ("residual_scale", float(decoder.residual_multiplier)),
             ("logit_scale", float(decoder.logits_scaling)),
+        ]);
+    }
+    if let (Some(linear), Some(interval)) = (sizes.linear, full_attention_interval(decoder)) {
+        keys.extend([
+            ("full_attention_interval", count(interval)),
+            ("ssm.conv_kernel", count(linear.window)),
+            ("ssm.state_size", count(linear.key)),
+            ("ssm.group_count", count(linear.key_heads)),
+            ("ssm.time_step_rank", count(linear.value_heads)),
+            ("ssm.inner_size", count(linear.values().unwrap_or(u64::MAX))),
+            // Required; for text the positions of all sections are the same.
+            ("rope.dimension_sections", Value::Array(Array::I32(ROPE_SECTIONS.to_vec()))),
         ]);
     }
     let caps = [

@@ -1,9 +1,10 @@
 //! The names of tensors in a GGUF file, and how their rows change.
 
-use decoder::{NormPlacement, Sizes};
+use decoder::{LINEAR_ATTENTION, NormPlacement, Sizes};
 
 use super::family::Family;
 use crate::conversion::Rows;
+use crate::value_heads::ValueHeads;
 
 /// A tensor's name in the file, and the change of its rows.
 #[derive(Debug, PartialEq)]
@@ -14,6 +15,9 @@ pub(crate) struct TensorName {
 
 /// Returns the name and the change of a tensor of a Hugging Face model; `None` for a tensor that the family does not have.
 pub(crate) fn gguf_name(family: &Family, sizes: &Sizes, name: &str) -> Option<TensorName> {
+    if let Some((layer, tensor)) = of_linear_attention(name) {
+        return linear_attention(layer, tensor, sizes);
+    }
     let (module, kind) = name.rsplit_once('.')?;
     let unchanged = |name: &str| Some(TensorName { name: name.to_owned(), transform: Rows::default() });
     match (module, kind) {
@@ -45,7 +49,7 @@ pub(crate) fn gguf_name(family: &Family, sizes: &Sizes, name: &str) -> Option<Te
     let transform = Rows {
         interleaved: (family.permuted && heads > 0).then_some(sizes.head_dim),
         add: if is_norm { norm_offset(family) } else { 0.0 },
-        scale: 1.0,
+        ..Rows::default()
     };
     let new = match (last, family.norms) {
         ("q_proj", _) => "attn_q",
@@ -60,6 +64,7 @@ pub(crate) fn gguf_name(family: &Family, sizes: &Sizes, name: &str) -> Option<Te
         ("q_norm", _) => "attn_q_norm",
         ("k_norm", _) => "attn_k_norm",
         ("input_layernorm", _) => "attn_norm",
+        ("post_attention_layernorm", _) if family.has_linear_layers => "post_attention_norm",
         // The same name is a norm before the MLP in some families, and one after attention in others.
         ("post_attention_layernorm", NormPlacement::Pre) => "ffn_norm",
         ("post_attention_layernorm", _) => "post_attention_norm",
@@ -71,5 +76,47 @@ pub(crate) fn gguf_name(family: &Family, sizes: &Sizes, name: &str) -> Option<Te
 }
 
 fn norm_offset(family: &Family) -> f32 {
-    if family.is_gemma { 1.0 } else { 0.0 }
+    if family.has_offset_norms { 1.0 } else { 0.0 }
+}
+
+/// Returns the layer and the tensor's name within linear attention, if it is of one.
+pub(super) fn of_linear_attention(name: &str) -> Option<(u64, &str)> {
+    let (layer, tensor) = name.strip_prefix("model.layers.")?.split_once('.')?;
+    let tensor = tensor.strip_prefix(LINEAR_ATTENTION)?.strip_prefix('.')?;
+    Some((layer.parse().ok()?, tensor))
+}
+
+/// Returns the name and the change of a tensor of linear attention: the value heads have another order, and the convolution's middle dimension
+/// of one is left out.
+fn linear_attention(layer: u64, tensor: &str, sizes: &Sizes) -> Option<TensorName> {
+    let linear = sizes.linear.filter(|_| layer < sizes.layers)?;
+    let per_key = linear.value_heads / linear.key_heads.max(1);
+    let heads =
+        |start, width| (per_key > 1).then_some(ValueHeads { start, width, keys: linear.key_heads, per_key });
+    let rows = |start, width| Rows { value_heads: heads(start, width), ..Rows::default() };
+    // Rows of queries and keys, before those of values.
+    let values_start = linear.key_heads.checked_mul(linear.key)?.checked_mul(2)?;
+    let (new, transform) = match tensor {
+        "in_proj_qkv.weight" => ("attn_qkv.weight", rows(values_start, linear.value)),
+        "in_proj_z.weight" => ("attn_gate.weight", rows(0, linear.value)),
+        "in_proj_b.weight" => ("ssm_beta.weight", rows(0, 1)),
+        "in_proj_a.weight" => ("ssm_alpha.weight", rows(0, 1)),
+        "conv1d.weight" => ("ssm_conv1d.weight", rows(values_start, linear.value)),
+        "A_log" => ("ssm_a", Rows { is_decay: true, ..rows(0, 1) }),
+        "dt_bias" => ("ssm_dt.bias", rows(0, 1)),
+        "norm.weight" => ("ssm_norm.weight", Rows::default()),
+        "out_proj.weight" => {
+            ("ssm_out.weight", Rows { value_columns: heads(0, linear.value), ..Rows::default() })
+        }
+        _ => return None,
+    };
+    Some(TensorName { name: format!("blk.{layer}.{new}"), transform })
+}
+
+/// Returns the shape of a tensor in the file: a convolution's without its middle dimension of one.
+pub(crate) fn stored_shape(shape: &[u64]) -> Vec<u64> {
+    match *shape {
+        [channels, 1, window] => vec![channels, window],
+        _ => shape.to_vec(),
+    }
 }

@@ -42,7 +42,9 @@ impl Rope {
         let (kind, parameters) = (full.rope_type, fields(full.numbers));
         let fraction = match parameters.optional_number("partial_rotary_factor")? {
             Some(fraction) => fraction,
-            None => config.optional_number("partial_rotary_factor")?.unwrap_or(1.0),
+            None => {
+                config.optional_number("partial_rotary_factor")?.or(family.partial_rotation).unwrap_or(1.0)
+            }
         };
         let rope = Self {
             kind: kind.unwrap_or_else(|| "default".to_owned()),

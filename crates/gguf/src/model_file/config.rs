@@ -84,6 +84,12 @@ pub(super) fn config(
         let window = metadata.optional_size("attention.sliding_window")?;
         put("sliding_window", window.filter(|window| *window > 0).into());
     }
+    if facts.has_linear_layers {
+        for (key, value) in linear_attention(metadata)? {
+            put(key, value);
+        }
+        put("attn_output_gate", true.into());
+    }
     if let Some(types) = layer_types(metadata, family, layers)? {
         put(if family.is_gemma { "layer_types" } else { "no_rope_layers" }, types);
     }
@@ -101,6 +107,26 @@ pub(super) fn config(
     Ok(config.as_object().cloned().unwrap_or_default())
 }
 
+/// The sizes of linear attention.
+fn linear_attention(metadata: &Metadata<'_>) -> Result<Vec<(&'static str, Json)>> {
+    let (heads, inner) = (metadata.size("ssm.time_step_rank")?, metadata.size("ssm.inner_size")?);
+    if inner % heads != 0 {
+        let reason = format!(
+            "`{}.ssm.inner_size` is {inner}, which its {heads} heads do not divide; get the file again",
+            metadata.architecture
+        );
+        return Err(file_error(metadata.path, reason));
+    }
+    Ok(vec![
+        ("full_attention_interval", metadata.optional_size("full_attention_interval")?.unwrap_or(4).into()),
+        ("linear_conv_kernel_dim", metadata.size("ssm.conv_kernel")?.into()),
+        ("linear_key_head_dim", metadata.size("ssm.state_size")?.into()),
+        ("linear_num_key_heads", metadata.size("ssm.group_count")?.into()),
+        ("linear_num_value_heads", heads.into()),
+        ("linear_value_head_dim", (inner / heads).into()),
+    ])
+}
+
 /// Refuses parts that the family's models do not have.
 fn refuse_others(metadata: &Metadata<'_>, family: &Family) -> Result<()> {
     let refuse = |key: &str, value: String, remedy: &str| {
@@ -112,6 +138,20 @@ fn refuse_others(metadata: &Metadata<'_>, family: &Family) -> Result<()> {
     };
     if let Some(experts) = metadata.optional_size("expert_count")?.filter(|experts| *experts > 0) {
         return refuse("expert_count", experts.to_string(), "mixtures of experts cannot be read from GGUF");
+    }
+    if let Some(layers) = metadata.optional_size("nextn_predict_layers")?.filter(|layers| *layers > 0) {
+        return refuse(
+            "nextn_predict_layers",
+            layers.to_string(),
+            "layers that predict several tokens cannot be read; get a file without them",
+        );
+    }
+    if metadata.get("attention.recurrent_layers").is_some() {
+        return refuse(
+            "attention.recurrent_layers",
+            "present".to_owned(),
+            "a list of the layers with linear attention cannot be read, only `full_attention_interval`",
+        );
     }
     let has_windows = family.windows != Windows::None || family.is_gemma;
     if let Some(window) = metadata.optional_size("attention.sliding_window")?.filter(|window| *window > 0)

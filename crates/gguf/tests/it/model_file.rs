@@ -85,7 +85,11 @@ fn every_family_is_read_as_it_was_written() {
             let numel: u64 = shape.iter().product();
             let meant: Vec<f32> = (0..numel).map(|at| value(seed, at)).collect();
             assert_eq!(model.tensor(name).unwrap().shape, *shape);
-            assert!(all(&model, name) == meant, "{family}: {name}");
+            let found = all(&model, name);
+            // −e^x is rounded, and its logarithm.
+            let is_rounded = name.ends_with("A_log");
+            let is_near = found.iter().zip(&meant).all(|(found, meant)| (found - meant).abs() < 1e-6);
+            assert!(found == meant || is_rounded && is_near, "{family}: {name}");
         }
     }
 }
@@ -176,7 +180,7 @@ fn what_cannot_be_read_is_refused_by_name() {
     refused(
         &set("general.architecture", Some("mamba".into())),
         expect![
-            "the architecture of changed.gguf is not supported: `mamba`; those that can be read are llama, granite, smollm3, qwen2, qwen3, olmo2, phi3, gemma2, gemma3"
+            "the architecture of changed.gguf is not supported: `mamba`; those that can be read are llama, granite, smollm3, qwen2, qwen3, qwen35, olmo2, phi3, gemma2, gemma3"
         ],
     );
     refused(
@@ -319,7 +323,10 @@ fn a_folder_of_a_file_is_converted_again() {
         assert_eq!(again.header().tensors, first.header().tensors, "{family}");
         for tensor in &first.header().tensors {
             let same = |file: &gguf::Reader| crate::tiny_model::values(file, &tensor.name);
-            assert!(same(&again) == same(&first), "{family}: {}", tensor.name);
+            let (again, first) = (same(&again), same(&first));
+            let is_near = again.iter().zip(&first).all(|(x, y)| (x / y - 1.0).abs() < 1e-6);
+            let is_rounded = tensor.name.ends_with("ssm_a");
+            assert!(again == first || is_rounded && is_near, "{family}: {}", tensor.name);
         }
     }
 }

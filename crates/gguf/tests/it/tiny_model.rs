@@ -14,6 +14,9 @@ pub(crate) const HEAD: u64 = 16;
 pub(crate) const WIDE: u64 = 96;
 pub(crate) const ROWS: u64 = 300;
 pub(crate) const LAYERS: u64 = 2;
+/// Width of a head of linear attention, which has [`KEYS`] key heads and [`HEADS`] value heads, and the window of its convolution.
+pub(crate) const LINEAR: u64 = 8;
+pub(crate) const WINDOW: u64 = 4;
 
 /// The families with what their configurations have besides the sizes.
 pub(crate) fn families() -> Vec<(&'static str, Value)> {
@@ -30,6 +33,13 @@ pub(crate) fn families() -> Vec<(&'static str, Value)> {
         ("smollm3", json!({ "no_rope_layers": [1, 1], "tie_word_embeddings": true })),
         ("qwen2", json!({ "tie_word_embeddings": true })),
         ("qwen3", json!({ "head_dim": HEAD })),
+        (
+            "qwen3_5_text",
+            json!({
+                "head_dim": HEAD, "full_attention_interval": 2, "linear_num_key_heads": KEYS, "linear_num_value_heads": HEADS,
+                "linear_key_head_dim": LINEAR, "linear_value_head_dim": LINEAR, "linear_conv_kernel_dim": WINDOW
+            }),
+        ),
         ("olmo2", json!({})),
         ("phi3", json!({ "sliding_window": null, "original_max_position_embeddings": 256 })),
         (
@@ -145,11 +155,30 @@ fn tensors(family: &str, tied: bool) -> Vec<(String, Vec<u64>)> {
         let mut put = |name: &str, shape: &[u64]| {
             all.push((format!("model.layers.{layer}.{name}"), shape.to_vec()));
         };
+        if family == "qwen3_5_text" && layer == 0 {
+            let (values, channels) = (HEADS * LINEAR, (2 * KEYS + HEADS) * LINEAR);
+            put("linear_attn.in_proj_qkv.weight", &[channels, HIDDEN]);
+            put("linear_attn.in_proj_z.weight", &[values, HIDDEN]);
+            put("linear_attn.in_proj_b.weight", &[HEADS, HIDDEN]);
+            put("linear_attn.in_proj_a.weight", &[HEADS, HIDDEN]);
+            put("linear_attn.conv1d.weight", &[channels, 1, WINDOW]);
+            put("linear_attn.A_log", &[HEADS]);
+            put("linear_attn.dt_bias", &[HEADS]);
+            put("linear_attn.norm.weight", &[LINEAR]);
+            put("linear_attn.out_proj.weight", &[HIDDEN, values]);
+            put("mlp.gate_proj.weight", &[WIDE, HIDDEN]);
+            put("mlp.up_proj.weight", &[WIDE, HIDDEN]);
+            put("mlp.down_proj.weight", &[HIDDEN, WIDE]);
+            put("input_layernorm.weight", &[HIDDEN]);
+            put("post_attention_layernorm.weight", &[HIDDEN]);
+            continue;
+        }
         if family == "phi3" {
             put("self_attn.qkv_proj.weight", &[queries + 2 * keys, HIDDEN]);
             put("mlp.gate_up_proj.weight", &[2 * WIDE, HIDDEN]);
         } else {
-            put("self_attn.q_proj.weight", &[queries, HIDDEN]);
+            let gates = if family == "qwen3_5_text" { 2 } else { 1 };
+            put("self_attn.q_proj.weight", &[gates * queries, HIDDEN]);
             put("self_attn.k_proj.weight", &[keys, HIDDEN]);
             put("self_attn.v_proj.weight", &[keys, HIDDEN]);
             put("mlp.gate_proj.weight", &[WIDE, HIDDEN]);
@@ -163,7 +192,7 @@ fn tensors(family: &str, tied: bool) -> Vec<(String, Vec<u64>)> {
         put("self_attn.o_proj.weight", &[HIDDEN, queries]);
         put("mlp.down_proj.weight", &[HIDDEN, WIDE]);
         match family {
-            "qwen3" | "gemma3_text" => {
+            "qwen3" | "qwen3_5_text" | "gemma3_text" => {
                 put("self_attn.q_norm.weight", &[HEAD]);
                 put("self_attn.k_norm.weight", &[HEAD]);
             }

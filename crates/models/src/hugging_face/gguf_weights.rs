@@ -31,7 +31,7 @@ impl GgufWeights {
 
     /// The dtype of the model: that of the file's matrices if all have one, else that which holds the values of blocks, bf16.
     pub(super) fn kind(&self) -> Kind {
-        let matrices = || self.file.tensors().iter().filter(|tensor| tensor.shape.len() > 1);
+        let matrices = || self.file.tensors().iter().filter(|tensor| tensor.shape.len() == 2);
         let all = |kind: TensorType| matrices().all(|tensor| tensor.kind == kind);
         if all(TensorType::F32) {
             Kind::Float
@@ -67,7 +67,7 @@ impl GgufWeights {
         }
         let _no_grad = tch::no_grad_guard();
         let (rows, columns) = match tensor.shape[..] {
-            [rows, columns] => (rows, columns),
+            [rows, columns] | [rows, 1, columns] => (rows, columns),
             _ => (1, target.numel() as u64),
         };
         let target = target.f_view([rows as i64, columns as i64])?;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use decoder::is_kept_wide;
+use decoder::{is_kept_wide, part_not_read, parts_not_read};
 use files::atomic_write;
 use kernels::nf4::{self, Scales};
 use kernels::quantized::{self, blocks};
@@ -158,11 +158,8 @@ impl Weights {
 
     /// Returns the parts of the model that the files have and that are not read.
     pub(super) fn parts_not_read(&self) -> Vec<&'static str> {
-        let entries = || self.files.iter().flat_map(TensorsFile::entries);
-        let mut parts: Vec<&str> = NOT_READ.iter().map(|(_, part)| *part).collect();
-        parts.dedup();
-        parts.retain(|part| entries().any(|entry| part_not_read(&entry.name) == Some(part)));
-        parts
+        let entries = self.files.iter().flat_map(TensorsFile::entries);
+        parts_not_read(entries.map(|entry| &*entry.name))
     }
 
     /// Compares names and shapes with those that a configuration requires.
@@ -305,16 +302,6 @@ impl Weights {
     fn entry(&self, (file, index): (usize, usize)) -> (&TensorsFile, &Entry) {
         (&self.files[file], &self.files[file].entries()[index])
     }
-}
-
-/// Prefixes of tensors that are not read, and the parts of a model that they are of.
-const NOT_READ: [(&str, &str); 3] =
-    [("model.visual.", IMAGES), ("visual.", IMAGES), ("mtp.", "what predicts several tokens")];
-const IMAGES: &str = "the part that reads images";
-
-/// Returns the part that a tensor is of, if it is not read.
-fn part_not_read(name: &str) -> Option<&'static str> {
-    NOT_READ.iter().find(|(prefix, _)| name.starts_with(prefix)).map(|(_, part)| *part)
 }
 
 /// Returns the model's name of a file's tensor. `None` for parts that are not read, and for rotary frequencies, which older files store for
