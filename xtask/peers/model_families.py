@@ -88,6 +88,10 @@ def cases(wide):
         "qwen3_5_equal": ("Qwen3_5", dict(
             deltas, rope_parameters=partial, layer_types=[FULL if layer == 2 else LINEAR for layer in range(deltas["num_hidden_layers"])],
             linear_num_value_heads=2, linear_conv_kernel_dim=3)),
+        "qwen3_5_moe": ("Qwen3_5Moe", dict(
+            {name: value for name, value in deltas.items() if name != "intermediate_size"}, rope_parameters=partial,
+            layer_types=[FULL if layer == 1 else LINEAR for layer in range(deltas["num_hidden_layers"])],
+            linear_num_value_heads=4, **experts, shared_expert_intermediate_size=experts["moe_intermediate_size"] + 4)),
         "mistral": ("Mistral", dict(own, rope_parameters=DEFAULT, sliding_window=window)),
         "smollm3": ("SmolLM3", dict(
             sizes, rope_parameters=DEFAULT, no_rope_layers=[int(layer != 1) for layer in range(layers)], use_sliding_window=True,
@@ -109,7 +113,7 @@ def cases(wide):
 
 
 def config_of(name, options):
-    kind = f"{name}TextConfig" if name in ("Gemma3", "Qwen3_5") else f"{name}Config"
+    kind = f"{name}TextConfig" if name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else f"{name}Config"
     return getattr(transformers, kind)(**options)
 
 
@@ -219,7 +223,7 @@ def make(folder, name, options, wide, seed):
     torch.manual_seed(seed + 1)
     adapted = peft.get_peft_model(load(folder), peft.LoraConfig(
         r=2, lora_alpha=6, lora_dropout=0.0, task_type="CAUSAL_LM",
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"] if "Moe" in name else "all-linear")).eval()
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"] if name == "Qwen3Moe" else "all-linear")).eval()
     with torch.no_grad():
         for parameter in adapted.parameters():
             if parameter.requires_grad:

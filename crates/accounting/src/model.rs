@@ -11,6 +11,7 @@
 //! | [`Llama`](Family::Llama), [`Mistral`](Family::Mistral), [`SmolLm3`](Family::SmolLm3), [`Granite`](Family::Granite) | the same, without biases | SwiGLU `3 · d · f` | RMSNorm | rotary |
 //! | [`Qwen3`](Family::Qwen3) | the same, queries and keys normalised per head | SwiGLU `3 · d · f` | RMSNorm | rotary |
 //! | [`Qwen35`](Family::Qwen35) | linear attention in most layers; in the others as Qwen3 with a gate, `d → 2hk` | SwiGLU `3 · d · f` | RMSNorm | rotary |
+//! | [`Qwen35Moe`](Family::Qwen35Moe) | as Qwen3.5 | as Qwen3-MoE, with an expert for every token and its gate | RMSNorm | rotary |
 //! | [`Qwen3Moe`](Family::Qwen3Moe) | as Qwen3 | SwiGLU `3 · d · f` in each of the experts, a router | RMSNorm | rotary |
 //! | [`Olmo2`](Family::Olmo2) | the same, queries and keys normalised as a whole | SwiGLU `3 · d · f` | RMSNorm after each branch | rotary |
 //! | [`Phi3`](Family::Phi3) | one `d → hk + 2nk` | SwiGLU, `d → 2f` and `f → d` | RMSNorm | rotary |

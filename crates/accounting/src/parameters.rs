@@ -5,7 +5,7 @@
 //! is written once, as the embedding. GPT-2's `Conv1D` keeps its weights as `[inputs, outputs]`, the other families
 //! as `[outputs, inputs]`.
 
-use decoder::{EXPERT_PROJECTIONS, LINEAR_ATTENTION, expert_projection};
+use decoder::{EXPERT_PROJECTIONS, LINEAR_ATTENTION, SHARED_EXPERT, SHARED_EXPERT_GATE, expert_projection};
 
 use crate::model::{Decoder, ExpertSizes, Family, Linear, Part};
 use crate::{Error, exact};
@@ -253,6 +253,15 @@ impl Decoder {
                         tensor(&name, shape, Part::FeedForward)
                     }));
                 }
+                if experts.shared > 0 {
+                    let shared = experts.shared;
+                    let shapes = [[shared, hidden], [shared, hidden], [hidden, shared]];
+                    tensors.extend(EXPERT_PROJECTIONS.iter().zip(&shapes).map(|(name, shape)| {
+                        tensor(&format!("{SHARED_EXPERT}.{name}.weight"), shape, Part::FeedForward)
+                    }));
+                    let gate = format!("{SHARED_EXPERT_GATE}.weight");
+                    tensors.push(tensor(&gate, &[1, hidden], Part::FeedForward));
+                }
             }
         }
         Ok(tensors)
@@ -389,7 +398,7 @@ mod tests {
             let [hidden, layers, heads, kv_heads, feed_forward] = sizes;
             let [count, per_token, inner] = experts;
             let qwen3 = presets::find("qwen3-0.6b").unwrap();
-            let mixture = |layers| ExpertSizes { layers, count, per_token, feed_forward: inner };
+            let mixture = |layers| ExpertSizes { layers, count, per_token, feed_forward: inner, shared: 0 };
             let sizes = Sizes {
                 family: Family::Qwen3Moe,
                 embedding: hidden,

@@ -103,6 +103,8 @@ pub struct Facts {
     pub has_long_rope: bool,
     /// Whether layers have a [`Mixture`](crate::Mixture) of experts in place of the MLP.
     pub has_experts: bool,
+    /// Whether a mixture also has an expert that computes every token, and normalises the others' weights in any case.
+    pub has_shared_expert: bool,
     /// Whether the branches of a block, the embedding, the scores and the logits have factors.
     pub has_multipliers: bool,
     /// Defaults of `attn_logit_softcapping` and `final_logit_softcapping`.
@@ -171,6 +173,7 @@ families! {
         partial_rotation: None,
         has_long_rope: false,
         has_experts: false,
+        has_shared_expert: false,
         has_multipliers: false,
         softcaps: None,
         zero_fields: &[],
@@ -229,6 +232,15 @@ families! {
         head_dim: Some(256),
         window: None,
         ..QWEN3
+    }
+
+    /// Qwen3.5 with a mixture of experts in place of the MLP.
+    Qwen35Moe = QWEN35_MOE {
+        model_type: "qwen3_5_moe_text",
+        architecture: "Qwen3_5MoeForCausalLM",
+        has_experts: true,
+        has_shared_expert: true,
+        ..QWEN35
     }
 
     /// Mistral: a sliding window, in later versions none.
@@ -433,7 +445,7 @@ pub(crate) fn why_not(name: &str) -> Option<&'static str> {
     let name = name.to_ascii_lowercase();
     let has = |parts: &[&str]| parts.iter().any(|part| name.contains(part));
     if has(&["moe", "mixtral"]) {
-        Some("of the mixtures of experts, qwen3_moe alone is supported")
+        Some("of the mixtures of experts, qwen3_moe and qwen3_5_moe_text are supported")
     } else if has(&["qwen3_next", "qwen3next"]) {
         Some(
             "the projections of its linear attention are grouped by key head, which is not supported; qwen3_5_text is",

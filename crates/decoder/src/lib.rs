@@ -46,6 +46,6 @@ pub use presets::{PRESETS, Preset};
 pub use shapes::{EMBEDDING, LM_HEAD};
 pub use sizes::{ExpertSizes, LinearSizes, Sizes, WindowedLayers};
 pub use tensors::{
-    BiasOption, EXPERT_PROJECTIONS, LINEAR_ATTENTION, Projection, ROUTER, Width, expert_projection,
-    is_kept_wide, part_not_read, parts_not_read,
+    BiasOption, EXPERT_PROJECTIONS, LINEAR_ATTENTION, Projection, ROUTER, SHARED_EXPERT, SHARED_EXPERT_GATE,
+    Width, expert_projection, is_kept_wide, part_not_read, parts_not_read,
 };

@@ -3,7 +3,8 @@
 use crate::config::DecoderConfig;
 use crate::family::QueryKeyNorm;
 use crate::tensors::{
-    EXPERT_PROJECTIONS, LINEAR_ATTENTION, LINEAR_INPUTS, Projection, ROUTER, Width, expert_projection,
+    EXPERT_PROJECTIONS, LINEAR_ATTENTION, LINEAR_INPUTS, Projection, ROUTER, SHARED_EXPERT,
+    SHARED_EXPERT_GATE, Width, expert_projection,
 };
 
 /// The name of the embedding's tensor, without Hugging Face's `model.`.
@@ -110,6 +111,16 @@ impl DecoderConfig {
                     shapes.extend(EXPERT_PROJECTIONS.iter().zip(widths).map(|(name, shape)| {
                         (format!("{}.weight", expert_projection(expert, name)), shape.to_vec())
                     }));
+                }
+                if let Some(shared) = mixture.shared {
+                    let widths = [[shared, hidden], [shared, hidden], [hidden, shared]];
+                    shapes.extend(
+                        EXPERT_PROJECTIONS
+                            .iter()
+                            .zip(widths)
+                            .map(|(name, shape)| (format!("{SHARED_EXPERT}.{name}.weight"), shape.to_vec())),
+                    );
+                    shapes.push((format!("{SHARED_EXPERT_GATE}.weight"), vec![1, hidden]));
                 }
             }
         }

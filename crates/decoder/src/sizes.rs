@@ -60,6 +60,8 @@ pub struct ExpertSizes {
     pub per_token: u64,
     /// Inner width of an expert.
     pub feed_forward: u64,
+    /// Inner width of the expert that computes every token; 0 without one.
+    pub shared: u64,
 }
 
 /// Layers with linear attention.
@@ -154,6 +156,7 @@ impl DecoderConfig {
                 count: size(mixture.experts),
                 per_token: size(mixture.per_token),
                 feed_forward: size(mixture.intermediate_size),
+                shared: size(mixture.shared.unwrap_or(0)),
             }),
             linear: self.linear_attention.filter(|_| self.linear_layers() > 0).map(|linear| LinearSizes {
                 layers: self.linear_layers() as u64,

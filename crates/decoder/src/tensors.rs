@@ -146,6 +146,12 @@ const GPT2_LIKE: [Projection; 6] = [
 /// The router of a mixture of experts, `[experts, hidden]`.
 pub const ROUTER: &str = "mlp.gate";
 
+/// The expert that computes every token.
+pub const SHARED_EXPERT: &str = "mlp.shared_expert";
+
+/// The gate of [`SHARED_EXPERT`]'s result, `[1, hidden]`.
+pub const SHARED_EXPERT_GATE: &str = "mlp.shared_expert_gate";
+
 /// The projections of an expert, in order of execution: to its inner width, to its inner width, and back.
 pub const EXPERT_PROJECTIONS: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];
 

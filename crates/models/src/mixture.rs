@@ -27,6 +27,9 @@
 //! recomputed layer computes them again from the same bits, and with ties the lowest index comes first, so both runs choose alike
 //! (transformers leaves ties to `topk`, whose order is not defined).
 //!
+//! In some families one more expert computes every token: y += σ(x·gᵀ)·shared(x) with a gate g `[1, H]`. It is an ordinary MLP, whose projections
+//! adapters replace, as they do its gate.
+//!
 //! Each expert has tensors of its own, under the names of Hugging Face's files (`experts.3.gate_proj.weight`), and the function reads an
 //! expert's matrices only in the loop over the experts that have rows, forward and backward. So what fetches weights just before their
 //! use has one place for it, between the routing, which knows the experts and the order of their use, and an expert's first product;
@@ -47,7 +50,8 @@ use tch::{Device, Kind, Tensor};
 use crate::error::Result;
 use crate::init::Init;
 use crate::linear::{Linear, dense_kind, project};
-use crate::module::{Context, Mlp, Module, Visitor, VisitorMut};
+use crate::module::{Context, Mlp, Module, Projection, Visitor, VisitorMut};
+use crate::swiglu::Swiglu;
 use function::Experts;
 use routing::{Routing, choose, weights_of};
 
@@ -57,8 +61,16 @@ pub struct SparseMlp {
     /// The router, `[experts, hidden]`.
     gate: Linear,
     experts: Vec<Expert>,
+    shared: Option<SharedExpert>,
     per_token: i64,
     normalizes: bool,
+}
+
+/// An expert that computes every token, and the gate of its result.
+#[derive(Debug)]
+struct SharedExpert {
+    mlp: Swiglu,
+    gate: Box<dyn Projection>,
 }
 
 /// The projections of an expert, in the order of [`decoder::EXPERT_PROJECTIONS`].
@@ -84,9 +96,14 @@ impl SparseMlp {
             let (gate, up) = (linear(hidden, inner, options)?, linear(hidden, inner, options)?);
             Ok(Expert([gate, up, linear(inner, hidden, options)?]))
         };
+        let shared = |inner| -> Result<SharedExpert> {
+            let mlp = Swiglu::new(hidden, inner, false, init, options)?;
+            Ok(SharedExpert { mlp, gate: Box::new(linear(hidden, 1, options)?) })
+        };
         Ok(Self {
             gate: linear(hidden, mixture.experts, (dense_kind(options.0), options.1))?,
             experts: (0..mixture.experts).map(expert).collect::<Result<_>>()?,
+            shared: mixture.shared.map(shared).transpose()?,
             per_token: mixture.per_token,
             normalizes: mixture.normalizes,
         })
@@ -94,7 +111,7 @@ impl SparseMlp {
 }
 
 impl Mlp for SparseMlp {
-    fn forward(&self, x: &Tensor, _: &Context<'_>) -> Result<Tensor> {
+    fn forward(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let shape = x.size();
         let width = shape.last().copied().unwrap_or(1);
         let x_nh = x.f_reshape([-1, width])?;
@@ -117,7 +134,10 @@ impl Mlp for SparseMlp {
         }
         let function = Experts::new(routing);
         let [y] = apply(function, &inputs.iter().collect::<Vec<_>>())?;
-        Ok(y.f_reshape(shape.as_slice())?)
+        let y = y.f_reshape(shape.as_slice())?;
+        let Some(SharedExpert { mlp, gate }) = &self.shared else { return Ok(y) };
+        let gate = gate.forward(x, context)?.f_sigmoid()?;
+        Ok(y.f_add(&mlp.forward(x, context)?.f_mul(&gate)?)?)
     }
 }
 
@@ -129,6 +149,10 @@ impl Module for SparseMlp {
                 visitor.part(&format!("experts.{index}.{name}"), projection);
             }
         }
+        if let Some(SharedExpert { mlp, gate }) = &self.shared {
+            visitor.part("shared_expert", mlp);
+            visitor.part("shared_expert_gate", &**gate);
+        }
     }
 
     fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
@@ -137,6 +161,10 @@ impl Module for SparseMlp {
             for (name, projection) in decoder::EXPERT_PROJECTIONS.iter().zip(&mut expert.0) {
                 visitor.part(&format!("experts.{index}.{name}"), projection)?;
             }
+        }
+        if let Some(SharedExpert { mlp, gate }) = &mut self.shared {
+            visitor.part("shared_expert", mlp)?;
+            visitor.projection("shared_expert_gate", gate)?;
         }
         Ok(())
     }

@@ -27,7 +27,7 @@ macro_rules! named {
 named! {
     vocab_size: i64,
     hidden_size: i64,
-    intermediate_size: i64,
+    intermediate_size: Option<i64>,
     num_hidden_layers: i64,
     num_attention_heads: i64,
     num_key_value_heads: Option<i64>,
@@ -53,8 +53,8 @@ pub(super) struct HuggingFace {
     vocab_size: i64,
     #[serde(deserialize_with = "named::hidden_size")]
     hidden_size: i64,
-    #[serde(deserialize_with = "named::intermediate_size")]
-    intermediate_size: i64,
+    #[serde(default, deserialize_with = "named::intermediate_size", skip_serializing_if = "Option::is_none")]
+    intermediate_size: Option<i64>,
     #[serde(deserialize_with = "named::num_hidden_layers")]
     pub(super) num_hidden_layers: i64,
     #[serde(deserialize_with = "named::num_attention_heads")]
@@ -251,12 +251,17 @@ impl TryFrom<HuggingFace> for DecoderConfig {
 
         let linear_attention =
             facts.has_linear_layers.then(|| linear_attention::read(&mut file)).transpose()?;
-        let mixture = facts.has_experts.then(|| mixture::read(&mut file)).transpose()?;
+        let mixture = facts.has_experts.then(|| mixture::read(&mut file, facts)).transpose()?;
+        let of_experts =
+            mixture.as_ref().filter(|_| facts.has_shared_expert).map(|mixture| mixture.intermediate_size);
+        let intermediate_size = of_experts.or(file.intermediate_size).ok_or_else(|| {
+            refuse("`intermediate_size` is missing; expected the width of the MLP".to_owned())
+        })?;
         let config = Self {
             family,
             vocab_size: file.vocab_size,
             hidden_size: file.hidden_size,
-            intermediate_size: file.intermediate_size,
+            intermediate_size,
             num_hidden_layers: file.num_hidden_layers,
             num_attention_heads: file.num_attention_heads,
             num_key_value_heads: file.num_key_value_heads.unwrap_or(file.num_attention_heads),
@@ -347,7 +352,8 @@ impl From<DecoderConfig> for HuggingFace {
             architectures: None,
             vocab_size: config.vocab_size,
             hidden_size: config.hidden_size,
-            intermediate_size: config.intermediate_size,
+            // A family whose layers all have experts has no such field.
+            intermediate_size: (!facts.has_shared_expert).then_some(config.intermediate_size),
             num_hidden_layers: config.num_hidden_layers,
             num_attention_heads: config.num_attention_heads,
             num_key_value_heads: Some(config.num_key_value_heads),

@@ -11,6 +11,7 @@ use serde_json::{Value, json};
 use super::file::{HuggingFace, refuse};
 use super::{DecoderConfig, MAX_LAYERS, MAX_SIZE, WHAT};
 use crate::error::{Error, Result};
+use crate::family::Facts;
 
 /// Maximum number of experts of a layer: four times that of the widest models (Kimi K2: 384; Qwen3-Next: 512).
 const MAX_EXPERTS: i64 = 1 << 11;
@@ -27,6 +28,8 @@ pub struct Mixture {
     pub per_token: i64,
     /// `moe_intermediate_size`: inner width of an expert.
     pub intermediate_size: i64,
+    /// `shared_expert_intermediate_size`: inner width of an expert that computes every token, times a gate; `None` for a family without.
+    pub shared: Option<i64>,
     /// `norm_topk_prob`: whether the weights of a token's experts are divided by their sum.
     pub normalizes: bool,
     /// `decoder_sparse_step`: with n, the layers n − 1, 2n − 1, … have experts.
@@ -62,10 +65,19 @@ impl DecoderConfig {
         if !self.family.facts().has_experts {
             return config(format!("`{}` has a mixture of experts; expected none", self.family.model_type()));
         }
+        if mixture.shared.is_some() != self.family.facts().has_shared_expert {
+            return config(format!(
+                "the mixture has {} shared expert, and `{}` {}",
+                if mixture.shared.is_some() { "a" } else { "no" },
+                self.family.model_type(),
+                if mixture.shared.is_some() { "has none" } else { "has one" }
+            ));
+        }
         for (name, size, largest) in [
             ("num_experts", mixture.experts, MAX_EXPERTS),
             ("num_experts_per_tok", mixture.per_token, mixture.experts),
             ("moe_intermediate_size", mixture.intermediate_size, MAX_SIZE),
+            ("shared_expert_intermediate_size", mixture.shared.unwrap_or(1), MAX_SIZE),
             ("decoder_sparse_step", mixture.step, MAX_LAYERS),
         ] {
             if !(1..=largest).contains(&size) {
@@ -79,7 +91,7 @@ impl DecoderConfig {
                 self.num_hidden_layers, mixture.experts
             ));
         }
-        if let Some(layer) = mixture.dense_layers.iter().find(|&&layer| layer < 0 || layer >= MAX_LAYERS) {
+        if let Some(layer) = mixture.dense_layers.iter().find(|&&layer| !(0..MAX_LAYERS).contains(&layer)) {
             return config(format!("`mlp_only_layers` has {layer}; expected numbers of layers, from 0 on"));
         }
         Ok(())
@@ -87,7 +99,7 @@ impl DecoderConfig {
 }
 
 /// Reads the mixture of a family that has one, and removes its fields from `file`'s others.
-pub(super) fn read(file: &mut HuggingFace) -> Result<Mixture> {
+pub(super) fn read(file: &mut HuggingFace, facts: &Facts) -> Result<Mixture> {
     if file.get::<bool>("output_router_logits")? == Some(true) {
         return Err(refuse(
             "`output_router_logits` is true, which adds a loss of balance that is not computed here; set it to false"
@@ -101,10 +113,22 @@ pub(super) fn read(file: &mut HuggingFace) -> Result<Mixture> {
         return Err(refuse(format!("`num_local_experts` is {new} and `num_experts` {old}; they must agree")));
     }
     // Defaults are those of transformers.
+    if facts.has_shared_expert {
+        return Ok(Mixture {
+            experts: new.or(old).unwrap_or(256),
+            per_token: file.take("num_experts_per_tok")?.unwrap_or(8),
+            intermediate_size: file.take("moe_intermediate_size")?.unwrap_or(512),
+            shared: Some(file.take("shared_expert_intermediate_size")?.unwrap_or(512)),
+            normalizes: true,
+            step: 1,
+            dense_layers: Vec::new(),
+        });
+    }
     Ok(Mixture {
         experts: new.or(old).unwrap_or(128),
         per_token: file.take("num_experts_per_tok")?.unwrap_or(8),
         intermediate_size: file.take("moe_intermediate_size")?.unwrap_or(768),
+        shared: None,
         normalizes: file.take("norm_topk_prob")?.unwrap_or(false),
         step: file.take("decoder_sparse_step")?.unwrap_or(1),
         dense_layers: file.take("mlp_only_layers")?.unwrap_or_default(),
@@ -112,14 +136,20 @@ pub(super) fn read(file: &mut HuggingFace) -> Result<Mixture> {
 }
 
 /// Returns the fields of a mixture.
-pub(super) fn write(mixture: &Mixture) -> [(&'static str, Value); 7] {
-    [
+pub(super) fn write(mixture: &Mixture) -> Vec<(&'static str, Value)> {
+    let mut fields = vec![
         ("num_local_experts", json!(mixture.experts)),
         ("num_experts", json!(mixture.experts)),
         ("num_experts_per_tok", json!(mixture.per_token)),
         ("moe_intermediate_size", json!(mixture.intermediate_size)),
-        ("norm_topk_prob", json!(mixture.normalizes)),
-        ("decoder_sparse_step", json!(mixture.step)),
-        ("mlp_only_layers", json!(mixture.dense_layers)),
-    ]
+    ];
+    match mixture.shared {
+        Some(shared) => fields.push(("shared_expert_intermediate_size", json!(shared))),
+        None => fields.extend([
+            ("norm_topk_prob", json!(mixture.normalizes)),
+            ("decoder_sparse_step", json!(mixture.step)),
+            ("mlp_only_layers", json!(mixture.dense_layers)),
+        ]),
+    }
+    fields
 }

@@ -110,7 +110,7 @@ fn gated_delta_net(tiny: &Tiny) {
         "linear_conv_kernel_dim": 4, "max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": 1, "eos_token_id": 2,
     });
     let config: DecoderConfig = serde_json::from_value(config).unwrap();
-    runtime::random::seed(5);
+    runtime::random::seed(5).unwrap();
     let model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
     let _no_grad = tch::no_grad_guard();
     for (name, tensor) in parameters(&model) {

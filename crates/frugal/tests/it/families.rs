@@ -16,7 +16,7 @@ use swiglu_ckpt::CheckpointLevel;
 use tch::{Device, Kind, Tensor};
 use training::activations::{Activations, LayerPlan};
 
-const FAMILIES: [&str; 15] = [
+const FAMILIES: [&str; 16] = [
     "llama",
     "qwen2",
     "qwen3",
@@ -24,6 +24,7 @@ const FAMILIES: [&str; 15] = [
     "qwen3_moe_some",
     "qwen3_5",
     "qwen3_5_equal",
+    "qwen3_5_moe",
     "mistral",
     "smollm3",
     "granite",

@@ -74,9 +74,15 @@ impl AdapterPlan {
         if !targets.means_projections_only() {
             let known: BTreeSet<&String> = names.iter().collect();
             let modules = survey.modules();
-            if let Some(name) =
-                modules.iter().find(|name| !known.contains(name) && targets.wants(name, false))
-            {
+            // PEFT finds no module for an expert that the router chooses, whose matrices are in one tensor of all: a name that also is
+            // the shared expert's means that one alone.
+            let is_shared = |name: &str| {
+                let (layer, expert) = name.split_once(".mlp.experts.").unwrap_or_default();
+                let projection = expert.rsplit('.').next().unwrap_or_default();
+                known.contains(&format!("{layer}.mlp.shared_expert.{projection}"))
+            };
+            let is_other = |name: &String| !known.contains(name) && !is_shared(name);
+            if let Some(name) = modules.iter().find(|name| is_other(name) && targets.wants(name, false)) {
                 return Err(Error::Invalid(format!(
                     "the target `{name}` is not a linear projection of this model, so it cannot be adapted; the projections are {}. \
                      Train it whole by `modules_to_save`, or leave it out by `exclude_modules`",

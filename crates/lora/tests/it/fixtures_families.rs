@@ -15,7 +15,7 @@ use tch::{Device, Kind, Tensor};
 const LOGITS: f64 = 1e-4;
 const LOSS: f64 = 1e-5;
 const GRADIENT: f64 = 1e-4;
-const FAMILIES: [&str; 16] = [
+const FAMILIES: [&str; 17] = [
     "llama",
     "qwen2",
     "qwen3",
@@ -24,6 +24,7 @@ const FAMILIES: [&str; 16] = [
     "qwen3_moe_some",
     "qwen3_5",
     "qwen3_5_equal",
+    "qwen3_5_moe",
     "mistral",
     "smollm3",
     "granite",

@@ -56,6 +56,15 @@ fn published_files_are_read_as_transformers_reads_them() {
     let qwen35 = check(Family::Qwen35, [248_320, 4096, 12288, 32, 16, 4], fields, 8_953_803_264);
     assert_eq!((qwen35.rotary_dim(), qwen35.linear_layers()), (64, 24));
     assert!((0..32).all(|layer| qwen35.is_linear(layer) == ((layer + 1) % 4 != 0)));
+    // Qwen3_5MoeTextConfig, Qwen3.5-35B-A3B, without a width of an MLP.
+    let mut written = file("qwen3_5_moe_text", [248_320, 2048, 0, 40, 16, 2], &json!({ "num_experts": 256 }));
+    written.as_object_mut().unwrap().remove("intermediate_size");
+    let config = read(&written).unwrap();
+    assert_eq!((config.family, config.parameter_count()), (Family::Qwen35Moe, 34_660_610_688));
+    assert_eq!((config.linear_layers(), config.mixture_layers()), (30, 40));
+    let again = serde_json::to_value(&config).unwrap();
+    assert!(again.get("intermediate_size").is_none() && again.get("norm_topk_prob").is_none());
+    assert_eq!(serde_json::from_value::<DecoderConfig>(again).unwrap(), config);
     // Mistral-7B-v0.1, and v0.3 without a window.
     let sizes = [32000, 4096, 14336, 32, 32, 8];
     let mistral =
@@ -134,7 +143,7 @@ fn what_is_not_supported_is_refused_by_name() {
         (
             "qwen2_moe",
             json!({}),
-            "`model_type` is `qwen2_moe` (of the mixtures of experts, qwen3_moe alone is supported); expected one of llama,",
+            "`model_type` is `qwen2_moe` (of the mixtures of experts, qwen3_moe and qwen3_5_moe_text are supported); expected one of llama,",
         ),
         (
             "qwen3_moe",
@@ -191,7 +200,11 @@ fn what_is_not_supported_is_refused_by_name() {
             json!({}),
             "`model_type` is `gemma3` (it also reads images; its text model alone is supported); expected",
         ),
-        ("granitemoehybrid", json!({}), "(of the mixtures of experts, qwen3_moe alone is supported)"),
+        (
+            "granitemoehybrid",
+            json!({}),
+            "(of the mixtures of experts, qwen3_moe and qwen3_5_moe_text are supported)",
+        ),
         (
             "qwen3",
             json!({ "rope_scaling": { "rope_type": "proportional", "factor": 4.0 } }),

@@ -14,6 +14,8 @@ fn mixture(normalizes: bool) -> SparseMlp {
         experts: EXPERTS,
         per_token: PER_TOKEN,
         intermediate_size: 7,
+        // In Qwen3.5.
+        shared: normalizes.then_some(9),
         normalizes,
         step: 1,
         dense_layers: Vec::new(),
@@ -25,7 +27,7 @@ fn named(mlp: &SparseMlp) -> Vec<(String, Tensor)> {
     tensors(mlp).into_iter().map(|named| (named.name, named.tensor.shallow_clone())).collect()
 }
 
-/// Σ_e w_e·expert_e(x) over all experts, with w = 0 for those that are not chosen.
+/// Σ_e w_e·expert_e(x) over all experts, with w = 0 for those that are not chosen, and with a shared expert where weights are normalised.
 fn dense(x: &Tensor, tensors: &[(String, Tensor)], normalizes: bool) -> Tensor {
     let weight = |name: String| &tensors.iter().find(|(other, _)| *other == name).unwrap().1;
     let probabilities = x.matmul(&weight("gate.weight".to_owned()).tr()).softmax(-1, Kind::Double);
@@ -41,7 +43,12 @@ fn dense(x: &Tensor, tensors: &[(String, Tensor)], normalizes: bool) -> Tensor {
         let inner = x.matmul(&of("gate_proj")).silu() * x.matmul(&of("up_proj"));
         sum = sum + weights.narrow(1, expert, 1) * inner.matmul(&of("down_proj"));
     }
-    sum
+    if !normalizes {
+        return sum;
+    }
+    let of = |name: &str| weight(format!("{name}.weight")).tr();
+    let inner = x.matmul(&of("shared_expert.gate_proj")).silu() * x.matmul(&of("shared_expert.up_proj"));
+    sum + x.matmul(&of("shared_expert_gate")).sigmoid() * inner.matmul(&of("shared_expert.down_proj"))
 }
 
 fn difference(one: &Tensor, other: &Tensor) -> f64 {
@@ -90,7 +97,8 @@ fn an_expert_without_tokens_has_no_gradient() {
     let x = Tensor::randn([1, 6], kind::DOUBLE_CPU);
     let y = mlp.forward(&x, &Context::default()).unwrap();
     runtime::autograd::backward(&[&y.sum(Kind::Double)]).unwrap();
-    let reached =
-        tensors.iter().filter(|(name, tensor)| name.contains("down_proj") && tensor.grad().defined());
+    let reached = tensors.iter().filter(|(name, tensor)| {
+        name.starts_with("experts.") && name.contains("down_proj") && tensor.grad().defined()
+    });
     assert_eq!(reached.count() as i64, PER_TOKEN);
 }
