@@ -12,3 +12,4 @@ mod real_models;
 mod refused;
 mod tiny_model;
 mod tokenizer;
+mod value_heads;

@@ -74,12 +74,12 @@ fn by_tokens(x: &[Tensor], ids: Option<&Tensor>, has_state: bool) -> (Tensor, Te
         let at = |x: &Tensor| x.select(1, t);
         if let Some(ids) = ids.filter(|_| t > 0) {
             let same = ids.select(1, t).eq_tensor(&ids.select(1, t - 1)).to_kind(Kind::Double);
-            state = state * same.view([-1, 1, 1, 1]);
+            state = &state * same.view([-1, 1, 1, 1]);
         }
-        state = state * at(&x[3]).exp().unsqueeze(-1).unsqueeze(-1);
+        state = &state * at(&x[3]).exp().unsqueeze(-1).unsqueeze(-1);
         let old = (&state * at(&k).unsqueeze(-1)).sum_dim_intlist([-2].as_slice(), false, Kind::Double);
         let change = (at(&x[2]) - old) * at(&x[4]).unsqueeze(-1);
-        state = state + at(&k).unsqueeze(-1) * change.unsqueeze(-2);
+        state = &state + at(&k).unsqueeze(-1) * change.unsqueeze(-2);
         outputs.push((&state * at(&q).unsqueeze(-1)).sum_dim_intlist([-2].as_slice(), false, Kind::Double));
     }
     (Tensor::stack(&outputs, 1), state)
