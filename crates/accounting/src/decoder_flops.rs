@@ -5,7 +5,7 @@
 //!
 //! ```text
 //! forward    = 2·N·T + 4·a·L·b·h·k·pairs     pairs = t² (dense) or t·(t+1)/2 (causal), within the window in layers with one
-//! backward   = 2 · forward                   every product's two factors need their gradient
+//! backward   = 2 · forward                   every product's two factors need their gradient; of linear attention: delta_rule
 //! recomputed = the recomputation of the backward, by choice
 //! ```
 //!
@@ -28,6 +28,7 @@
 //! # Ok::<(), accounting::Error>(())
 //! ```
 
+use crate::delta_rule::{self, RuleFlops};
 use crate::exact::{positive, wide_sum};
 use crate::flops::{AttentionCore, Convention, MatrixProduct};
 use crate::model::{Decoder, Part};
@@ -147,10 +148,19 @@ impl StepFlops {
 pub fn step(model: &Decoder, work: Workload, recomputation: &Recomputation) -> Result<StepFlops, Error> {
     let rows = forward_rows(model, work)?;
     let forward = Flops::sum(rows.iter().map(|row| row.forward))?;
-    let backward = forward.times(2)?;
-    let recomputed = recomputed(model, work, recomputation, &rows)?;
+    let others = Flops::sum(rows.iter().filter(|row| row.name != DELTA_RULE).map(|row| row.forward))?;
+    let rule = |of_layer: fn(RuleFlops) -> u128| match &model.linear {
+        Some(linear) => Flops::both(of_layer(delta_rule::layer(linear, work)?)).times(linear.layers),
+        None => Ok(Flops::default()),
+    };
+    let backward = Flops::sum([others.times(2)?, rule(|flops| flops.backward)?])?;
+    let recomputed =
+        Flops::sum([recomputed(model, work, recomputation, &rows)?, rule(|flops| flops.recomputed)?])?;
     Ok(StepFlops { rows, forward, backward, recomputed })
 }
+
+/// The row of linear attention's products of chunks.
+const DELTA_RULE: &str = "delta rule";
 
 /// Returns the products of one forward. Refuses sequences longer than a table of learned positions.
 fn forward_rows(model: &Decoder, work: Workload) -> Result<Vec<FlopsRow>, Error> {
@@ -167,11 +177,12 @@ fn forward_rows(model: &Decoder, work: Workload) -> Result<Vec<FlopsRow>, Error>
         })
     };
     let mut rows = Vec::new();
-    for linear in model.block_linears()? {
-        rows.push(linear_row(&linear, model.layers)?);
+    for (layers, linear) in model.all_block_linears()? {
+        rows.push(linear_row(&linear, layers)?);
     }
     let scores = Flops::of_core(|convention| core(model, work).score_flops(convention))?;
-    let times = exact::product("attentions of a model", &[model.layers, model.family.attentions()])?;
+    let full = model.layers - model.linear.map_or(0, |linear| linear.layers);
+    let times = exact::product("attentions of a model", &[full, model.family.attentions()])?;
     let windowed = model.windows.map_or(0, |windows| windows.layers);
     let mut all = scores.times(times - windowed)?;
     if let Some(windows) = model.windows {
@@ -181,6 +192,15 @@ fn forward_rows(model: &Decoder, work: Workload) -> Result<Vec<FlopsRow>, Error>
     for name in ["Q·Kᵀ", "P·V"] {
         let forward = all;
         rows.push(FlopsRow { name: name.into(), part: Part::Attention, has_weight: false, times, forward });
+    }
+    if let Some(linear) = &model.linear {
+        rows.push(FlopsRow {
+            name: DELTA_RULE.into(),
+            part: Part::Attention,
+            has_weight: false,
+            times: linear.layers,
+            forward: Flops::both(delta_rule::layer(linear, work)?.forward).times(linear.layers)?,
+        });
     }
     for linear in model.outer_linears() {
         rows.push(linear_row(&linear, 1)?);

@@ -47,6 +47,7 @@
 pub mod activation_plan;
 pub mod candidates;
 pub mod decoder_flops;
+pub mod delta_rule;
 pub mod dtype;
 mod error;
 mod exact;

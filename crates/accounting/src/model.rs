@@ -28,12 +28,16 @@
 use std::ops::Deref;
 use std::path::Path;
 
-use decoder::{DecoderConfig, NormPlacement, Projection, QueryKeyNorm, ROUTER, Width};
+use decoder::{DecoderConfig, NormPlacement, Projection, QueryKeyNorm, ROUTER, SHARED_EXPERT_GATE, Width};
 
 use crate::exact::positive;
 use crate::{Error, exact};
 
 pub use decoder::{ExpertSizes, Family, LinearSizes, Sizes, WindowedLayers};
+
+/// The projections of the expert that computes every token, in the order of an MLP's.
+const SHARED_PROJECTIONS: [&str; 3] =
+    ["mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", "mlp.shared_expert.down_proj"];
 
 /// Maximum number of experts of a layer.
 const MAX_EXPERTS: u64 = 1 << 11;
@@ -268,7 +272,7 @@ impl Decoder {
         if let Some(linear) = self.linear {
             return Err(Error::Shape {
                 what: format!("{} of {} layers have linear attention", linear.layers, self.layers),
-                remedy: "its parameters and its cache are predicted; measure a step instead".into(),
+                remedy: "its parameters, FLOPs and cache are predicted; measure a step instead".into(),
             });
         }
         match self.experts.filter(|experts| experts.layers < self.layers) {
@@ -288,17 +292,47 @@ impl Decoder {
     /// Widths beyond 64 bits; layers of which only some have experts.
     pub fn block_linears(&self) -> Result<Vec<Linear>, Error> {
         self.check_uniform()?;
-        let mut linears = self.dense_linears()?;
+        Ok(self.all_block_linears()?.into_iter().map(|(_, linear)| linear).collect())
+    }
+
+    /// Returns the matrix products with weights of all blocks, each with the number of blocks that have it, in order of execution; see
+    /// [`Decoder::block_linears`].
+    ///
+    /// # Errors
+    /// Widths beyond 64 bits.
+    pub fn all_block_linears(&self) -> Result<Vec<(u64, Linear)>, Error> {
+        let sparse = self.experts.map_or(0, |experts| experts.layers);
+        let linear = self.linear.map_or(0, |linear| linear.layers);
+        let (attention, mlp): (Vec<_>, Vec<_>) =
+            self.dense_linears()?.into_iter().partition(|linear| linear.part == Part::Attention);
+        let mut groups = vec![(self.layers - linear, attention)];
+        groups.push((linear, self.linears_of(self.family.linear_projections())?));
+        groups.push((self.layers - sparse, mlp.clone()));
         if let Some(experts) = self.experts {
-            let active =
-                exact::product("width of a token's experts", &[experts.per_token, experts.feed_forward])?;
-            let is_mlp = |linear: &&mut Linear| linear.part == Part::FeedForward;
-            for linear in linears.iter_mut().filter(is_mlp) {
-                let width =
-                    if linear.name.ends_with("down_proj") { &mut linear.inputs } else { &mut linear.outputs };
-                *width = active;
-            }
-            linears.push(self.router(experts));
+            groups.push((sparse, self.expert_linears(mlp, experts)?));
+        }
+        let each =
+            |(layers, linears): (u64, Vec<Linear>)| linears.into_iter().map(move |linear| (layers, linear));
+        Ok(groups.into_iter().filter(|(layers, _)| *layers > 0).flat_map(each).collect())
+    }
+
+    /// The products of a mixture of experts, from those of an MLP: for the experts of a token, the router, and the expert of every token.
+    fn expert_linears(&self, mlp: Vec<Linear>, experts: ExpertSizes) -> Result<Vec<Linear>, Error> {
+        let active =
+            exact::product("width of a token's experts", &[experts.per_token, experts.feed_forward])?;
+        let of_width = |linear: &Linear, width: u64| {
+            let mut linear = linear.clone();
+            let inner =
+                if linear.name.ends_with("down_proj") { &mut linear.inputs } else { &mut linear.outputs };
+            *inner = width;
+            linear
+        };
+        let mut linears: Vec<Linear> = mlp.iter().map(|linear| of_width(linear, active)).collect();
+        linears.push(self.router(experts));
+        if experts.shared > 0 {
+            let shared = mlp.iter().zip(SHARED_PROJECTIONS);
+            linears.extend(shared.map(|(linear, name)| Linear { name, ..of_width(linear, experts.shared) }));
+            linears.push(Linear::new(SHARED_EXPERT_GATE, Part::FeedForward, self.hidden, 1, false));
         }
         Ok(linears)
     }

@@ -31,13 +31,22 @@ pub fn bytes(model: &Decoder, work: Workload, dtype: Dtype) -> Result<u64, Error
             model.head_dim,
         ],
     )?;
-    let Some(linear) = model.linear else { return dtype.bytes(elements) };
-    let state = [4, work.batch, linear.layers, linear.value_heads, linear.key, linear.value];
-    let window = [work.batch, linear.layers, linear.window - 1, linear.channels().unwrap_or(u64::MAX)];
+    let states = [dtype.bytes(elements)?, recurrent_bytes(model, work.batch, dtype)?];
+    exact::sum("bytes of the cache", states)
+}
+
+/// Returns the bytes of the states of linear attention for `batch` sequences of any length: in fp32, and the inputs of convolutions in
+/// `dtype`. 0 without linear attention.
+///
+/// # Errors
+/// More than 64 bits of bytes.
+pub fn recurrent_bytes(model: &Decoder, batch: u64, dtype: Dtype) -> Result<u64, Error> {
+    let Some(linear) = model.linear else { return Ok(0) };
+    let state = [4, batch, linear.layers, linear.value_heads, linear.key, linear.value];
+    let window = [batch, linear.layers, linear.window - 1, linear.channels().unwrap_or(u64::MAX)];
     exact::sum(
-        "bytes of the cache",
+        "bytes of the states of linear attention",
         [
-            dtype.bytes(elements)?,
             exact::product("bytes of the states of linear attention", &state)?,
             dtype.bytes(exact::product("inputs of the convolutions", &window)?)?,
         ],
@@ -50,8 +59,10 @@ pub fn bytes(model: &Decoder, work: Workload, dtype: Dtype) -> Result<u64, Error
 /// # Errors
 /// More than 64 bits of bytes.
 pub fn tokens_beside_parameters(model: &Decoder, dtype: Dtype, available: u64) -> Result<u64, Error> {
-    let token = bytes(model, Workload { batch: 1, sequence: 1 }, dtype)?;
-    Ok(available.saturating_sub(dtype.bytes(model.parameters()?)?) / token.max(1))
+    let states = recurrent_bytes(model, 1, dtype)?;
+    let token = bytes(model, Workload { batch: 1, sequence: 1 }, dtype)? - states;
+    let beside = exact::sum("bytes of parameters and states", [dtype.bytes(model.parameters()?)?, states])?;
+    Ok(available.saturating_sub(beside) / token.max(1))
 }
 
 #[cfg(test)]

@@ -28,7 +28,8 @@ impl KvCache {
     pub(crate) fn answer(&self) -> anyhow::Result<Answer> {
         let model = self.model.decoder()?;
         let work = self.work.workload(&model);
-        let token = kv_cache::bytes(&model, Workload { batch: 1, sequence: 1 }, self.dtype)?;
+        let states = kv_cache::recurrent_bytes(&model, 1, self.dtype)?;
+        let token = kv_cache::bytes(&model, Workload { batch: 1, sequence: 1 }, self.dtype)? - states;
         let cache = kv_cache::bytes(&model, work, self.dtype)?;
         let parameters = self.dtype.bytes(model.parameters()?)?;
         let row = |name: &str, bytes: u64| vec![name.to_owned(), bytes_text(bytes)];
@@ -46,6 +47,10 @@ impl KvCache {
             "cache_bytes": cache,
             "parameter_bytes": parameters,
         });
+        if states > 0 {
+            rows.insert(1, row("states of linear attention, per sequence", states));
+            json["bytes_per_sequence"] = states.into();
+        }
         if let Some(available) = self.device.bytes() {
             let tokens = kv_cache::tokens_beside_parameters(&model, self.dtype, available)?;
             rows.push(vec![

@@ -12,8 +12,8 @@ use super::{DeltaInputs, Sizes, normalise};
 const CHUNK: i64 = 64;
 /// Chunks of a span, whose operands exist at one time.
 const SPAN: i64 = 16;
-/// Blocks of this size are inverted by a triangular solve.
-const BLOCK: i64 = 8;
+/// Of blocks of this size, (I + M)⁻¹ = I − M.
+const BLOCK: i64 = 2;
 
 /// The tokens of a span.
 #[derive(Debug, Clone, Copy)]
@@ -134,11 +134,12 @@ impl Span {
         let decay = masks.within.factor(c.f_sub(&transpose(&c)?)?)?;
         let leave = masks.leaves.as_ref();
         let leave = optional_factor(leave, end.f_sub(&c)?)?;
-        let pass = optional_factor(masks.passes.as_ref(), end.shallow_clone())?;
+        // Of its own: `end` is a part of c, which becomes e^c.
+        let pass = optional_factor(masks.passes.as_ref(), end.f_add(&end.f_zeros_like()?)?)?;
         let enter = optional_factor(masks.enters.as_ref(), c)?;
 
         let kk = k.f_matmul(&transpose(&k)?)?;
-        let m = kk.f_mul(&decay)?.f_mul(&beta)?.f_tril(-1)?;
+        let m = kk.f_mul(&decay)?.f_mul_(&beta)?.f_tril_(-1)?;
         let inverse = inverse(&m)?;
         let p = q.f_matmul(&transpose(&k)?)?.f_mul(&decay)?;
         let k_leave = k.f_mul(&leave)?;
@@ -191,20 +192,25 @@ pub(super) fn by_group(x: &Tensor, group: i64) -> Result<Tensor> {
     Ok(x.f_expand(size, false)?)
 }
 
-/// The pairs of tokens with a factor other than 0.
+/// What is added to an exponent: 0 for pairs of tokens with a factor other than 0, −∞ for all others.
 struct Mask(Tensor);
 
 impl Mask {
+    fn new(has_factor: &Tensor, kind: Kind) -> Result<Self> {
+        let zeros = has_factor.f_zeros_like()?.f_to_kind(kind)?;
+        Ok(Self(zeros.try_masked_fill(&has_factor.f_logical_not()?, f64::NEG_INFINITY)?))
+    }
+
     /// e^exponent, or 0 outside the mask.
-    fn factor(&self, exponent: Tensor) -> Result<Tensor> {
-        Ok(exponent.try_masked_fill(&self.0.f_logical_not()?, f64::NEG_INFINITY)?.f_exp()?)
+    fn factor(&self, mut exponent: Tensor) -> Result<Tensor> {
+        Ok(exponent.f_add_(&self.0)?.f_exp_()?)
     }
 }
 
-fn optional_factor(mask: Option<&Mask>, exponent: Tensor) -> Result<Tensor> {
+fn optional_factor(mask: Option<&Mask>, mut exponent: Tensor) -> Result<Tensor> {
     match mask {
         Some(mask) => mask.factor(exponent),
-        None => Ok(exponent.f_exp()?),
+        None => Ok(exponent.f_exp_()?),
     }
 }
 
@@ -221,10 +227,11 @@ struct Masks {
 
 impl Masks {
     fn new(documents: Option<&Tensor>, tokens: Tokens, sizes: &Sizes, like: &Tensor) -> Result<Self> {
-        let Tokens { start, count, chunk } = tokens;
+        let (Tokens { start, count, chunk }, kind) = (tokens, like.kind());
         let causal = Tensor::f_ones([chunk, chunk], (Kind::Bool, like.device()))?.f_tril(0)?;
         let Some(documents) = documents else {
-            return Ok(Self { within: Mask(causal), enters: None, leaves: None, passes: None });
+            let within = Mask::new(&causal, like.kind())?;
+            return Ok(Self { within, enters: None, leaves: None, passes: None });
         };
         let part = documents.f_narrow(1, start, count)?;
         let last = part.f_narrow(1, count - 1, 1)?.f_expand([sizes.batch, tokens.padding()], false)?;
@@ -235,10 +242,10 @@ impl Masks {
         let first = documents.f_narrow(1, (start - 1).max(0), 1)?.f_view([sizes.batch, 1, 1, 1, 1, 1])?;
         let before = Tensor::f_cat(&[first, end.f_narrow(3, 0, tokens.chunks() - 1)?], 3)?;
         Ok(Self {
-            within: Mask(ids.f_eq_tensor(&transpose(&ids)?)?.f_logical_and(&causal)?),
-            enters: Some(Mask(ids.f_eq_tensor(&before)?)),
-            leaves: Some(Mask(ids.f_eq_tensor(&end)?)),
-            passes: Some(Mask(end.f_eq_tensor(&before)?)),
+            within: Mask::new(&ids.f_eq_tensor(&transpose(&ids)?)?.f_logical_and(&causal)?, kind)?,
+            enters: Some(Mask::new(&ids.f_eq_tensor(&before)?, kind)?),
+            leaves: Some(Mask::new(&ids.f_eq_tensor(&end)?, kind)?),
+            passes: Some(Mask::new(&end.f_eq_tensor(&before)?, kind)?),
         })
     }
 }
@@ -255,7 +262,7 @@ fn inverse(m: &Tensor) -> Result<Tensor> {
     };
     let diagonal = on_diagonal(block)?.f_contiguous()?;
     let identity = Tensor::f_eye(block, (m.kind(), m.device()))?.f_expand(diagonal.size(), false)?;
-    let mut inverse = diagonal.f_linalg_solve_triangular(&identity, false, true, true)?;
+    let mut inverse = identity.f_sub(&diagonal)?;
     while block < n {
         let below = on_diagonal(2 * block)?.f_narrow(2, block, block)?.f_narrow(3, 0, block)?;
         let halves = inverse.f_contiguous()?.f_view([-1, n / (2 * block), 2, block, block])?;

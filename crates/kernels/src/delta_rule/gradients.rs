@@ -79,21 +79,21 @@ impl Span {
         drop((of_outputs, entering));
 
         // Products with states, `[b, h, r, c, n, key]`.
-        let of_read = d_o.f_matmul(&transpose(&states)?)?.f_mul(&self.enter)?;
-        let of_old = r.f_matmul(&transpose(&states)?)?.f_neg()?.f_mul(&self.enter)?;
-        let of_leave = new.f_matmul(&transpose(&d_states)?)?.f_mul(&self.leave)?;
+        let of_read = d_o.f_matmul(&transpose(&states)?)?.f_mul_(&self.enter)?;
+        let of_old = r.f_matmul(&transpose(&states)?)?.f_mul_(&self.enter.f_neg()?)?;
+        let of_leave = new.f_matmul(&transpose(&d_states)?)?.f_mul_(&self.leave)?;
         let old_dot = dot(&of_old, &self.k)?;
         let leave_dot = dot(&of_leave, &self.k)?;
 
         // Pairs of tokens: G and diag(β)F, and their sums by rows and columns.
-        let of_p = d_o.f_matmul(&transpose(new)?)?;
-        let f = r.f_matmul(&transpose(new)?)?.f_neg()?.f_tril(-1)?.f_mul(&self.decay)?;
+        let mut of_p = d_o.f_matmul(&transpose(new)?)?;
+        let mut f = r.f_matmul(&transpose(new)?)?.f_mul_(&self.decay.f_tril(-1)?.f_neg_()?)?;
         let f_kk = sum(&f.f_mul(&self.kk)?, -1)?;
-        let f = f.f_mul(&self.beta)?;
-        let pairs = of_p.f_mul(&self.p)?.f_add(&f.f_mul(&self.kk)?)?;
+        let f = f.f_mul_(&self.beta)?;
+        let pairs = of_p.f_mul(&self.p)?.f_addcmul_(&f, &self.kk)?;
         let of_c = sum(&pairs, -1)?.f_sub(&transpose(&sum(&pairs, -2)?)?)?;
         drop(pairs);
-        let of_p = over_group(&of_p.f_mul(&self.decay)?)?;
+        let of_p = over_group(&of_p.f_mul_(&self.decay)?)?;
         let f = over_group(&f)?;
 
         let d_beta = dot(&r, &self.v)?.f_add(&old_dot)?.f_add(&f_kk)?;

@@ -3,10 +3,13 @@
 
 use std::path::{Path, PathBuf};
 
+use accounting::decoder_flops::{Recomputation, Workload, step};
 use models::generation::{CacheShape, GenerationConfig, Generator, KeyValueCache, generate};
 use models::hugging_face::{self, Folder, SHARD_BYTES};
 use models::module::{Input, LanguageModel, tensors};
 use models::{DecoderConfig, Llama, state_dict, tensors_file};
+use runtime::autograd::backward;
+use runtime::profile::Counter;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
@@ -56,6 +59,9 @@ fn a_cache_continues_from_any_token() {
     let _no_grad = tch::no_grad_guard();
     assert_eq!((shape.layers, recurrent.layers), (1, 2));
     assert_eq!(recurrent.bytes_per_row(Kind::BFloat16), 2 * (4 * 8 * 12 * 4 + 80 * 3 * 2));
+    let decoder = accounting::Decoder::from_config(model.decoder_config()).unwrap();
+    let predicted = accounting::memory::kv_cache::recurrent_bytes(&decoder, 1, accounting::Dtype::Bf16);
+    assert_eq!(predicted.unwrap(), recurrent.bytes_per_row(Kind::BFloat16));
     let tokens = Tensor::from_slice(&prompts()[1]).unsqueeze(0);
     let whole = model.logits(&Input::new(&tokens)).unwrap();
     let mut cache = KeyValueCache::new(shape, 1, 21).unwrap();
@@ -143,4 +149,29 @@ fn the_text_model_of_a_multimodal_folder_is_read() {
         accounting::Decoder::read(&out.path().join("config.json")).unwrap().parameters().unwrap(),
         as_read.parameter_count()
     );
+}
+
+/// `accounting` predicts the FLOPs of a step to the last one, of chunks of 64 and of fewer tokens, over several spans.
+#[test]
+fn a_step_has_exactly_the_predicted_flops() {
+    for (folder, batch, sequence) in [("qwen3_5", 2, 21), ("qwen3_5_equal", 1, 200), ("qwen3_5", 1, 70)] {
+        let folder = self::folder().with_file_name(folder);
+        let model: Llama = Folder::open(&folder).unwrap().load(Some(Kind::Float), Device::Cpu).unwrap();
+        let tokens = Tensor::arange(batch * sequence, (Kind::Int64, Device::Cpu)).remainder(37);
+        let tokens = tokens.view([batch, sequence]);
+        let counter = Counter::on_this_thread().unwrap();
+        backward(&[&model.loss(&Input::training(&tokens), &tokens).unwrap().sum]).unwrap();
+        let counts = counter.finish().unwrap();
+        let work = Workload { batch: batch as u64, sequence: sequence as u64 };
+        let decoder = accounting::Decoder::from_config(model.decoder_config()).unwrap();
+        let expected = step(&decoder, work, &Recomputation::default()).unwrap();
+        let hardware = expected.hardware().unwrap();
+        let flops = counts.total.flops;
+        assert_eq!(
+            (u128::from(flops.dense), u128::from(flops.causal)),
+            (hardware.dense, hardware.causal),
+            "{sequence}: {expected:#?}\n{counts}"
+        );
+        assert_eq!(counts.unknown, Vec::<String>::new());
+    }
 }

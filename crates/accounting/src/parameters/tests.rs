@@ -1,0 +1,176 @@
+//! Parameters of published models, and of lists against counts.
+
+use crate::model::{Decoder, ExpertSizes, Family, LinearSizes, Sizes};
+use crate::presets;
+
+#[test]
+fn published_parameter_counts() {
+    // transformers' `num_parameters()` and the safetensors totals of the model pages on the Hugging Face hub; the
+    // cs336 rows from the course's "transformer accounting" with d_ff = 4 d.
+    let published = [
+        ("gpt2", 124_439_808),
+        ("gpt2-medium", 354_823_168),
+        ("gpt2-large", 774_030_080),
+        ("gpt2-xl", 1_557_611_200),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-1.5b", 1_543_714_304),
+        ("qwen2.5-3b", 3_085_938_688),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-14b", 14_770_033_664),
+        ("qwen2.5-32b", 32_763_876_352),
+        ("qwen2.5-72b", 72_706_203_648),
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-2-13b", 13_015_864_320),
+        ("llama-2-70b", 68_976_648_192),
+        ("llama-3-8b", 8_030_261_248),
+        ("llama-3-70b", 70_553_706_496),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("llama-3.2-3b", 3_212_749_824),
+        ("tinyllama-1.1b", 1_100_048_384),
+        ("cs336-xl", 2_127_057_600),
+    ];
+    for (name, parameters) in published {
+        assert_eq!(presets::find(name).unwrap().parameters().unwrap(), parameters, "{name}");
+    }
+}
+
+/// As [`published_parameter_counts`], for one model of each other family.
+#[test]
+fn published_parameter_counts_of_other_families() {
+    use Family::{Gemma2, Gemma3, Mistral, Olmo2, Phi3, Qwen3, SmolLm3};
+    // Family, vocabulary, hidden, layers, heads, key-value heads, head size, feed-forward, tied.
+    for (family, [vocabulary, hidden, layers, heads, kv_heads, head_dim, feed_forward], tied, parameters) in [
+        (Qwen3, [151_936, 1024, 28, 16, 8, 128, 3072], true, 596_049_920),
+        (Mistral, [32000, 4096, 32, 32, 8, 128, 14336], false, 7_241_732_096),
+        (SmolLm3, [128_256, 2048, 36, 16, 4, 128, 11008], true, 3_075_098_624),
+        (Olmo2, [100_352, 4096, 32, 32, 32, 128, 11008], false, 7_298_617_344),
+        (Gemma3, [262_144, 1152, 26, 4, 1, 256, 6912], true, 999_885_952),
+        (Gemma2, [256_000, 2304, 26, 8, 4, 256, 9216], true, 2_614_341_888),
+        (Phi3, [32064, 3072, 32, 32, 32, 96, 8192], false, 3_821_079_552),
+        (Phi3, [200_064, 3072, 32, 24, 8, 128, 8192], true, 3_836_021_760),
+    ] {
+        let model = Decoder::new(Sizes {
+            family,
+            vocabulary,
+            context: 4096,
+            embedding: hidden,
+            hidden,
+            layers,
+            heads,
+            kv_heads,
+            head_dim,
+            feed_forward,
+            tied,
+            attention_bias: false,
+            mlp_bias: false,
+            experts: None,
+            linear: None,
+            windows: None,
+        });
+        assert_eq!(model.unwrap().parameters().unwrap(), parameters, "{family:?}");
+    }
+}
+
+/// Qwen3-30B-A3B and Qwen3-235B-A22B: totals of the safetensors files, and the active parameters of the model cards, which round
+/// 3.3 and 22 billion.
+#[test]
+fn published_parameter_counts_of_mixtures() {
+    for (sizes, experts, total, active) in [
+        ([2048, 48, 32, 4, 6144], [128, 8, 768], 30_532_122_624_u64, 3_353_032_704_u64),
+        ([4096, 94, 64, 4, 12288], [128, 8, 1536], 235_093_634_560, 22_190_763_520),
+    ] {
+        let [hidden, layers, heads, kv_heads, feed_forward] = sizes;
+        let [count, per_token, inner] = experts;
+        let qwen3 = presets::find("qwen3-0.6b").unwrap();
+        let mixture = |layers| ExpertSizes { layers, count, per_token, feed_forward: inner, shared: 0 };
+        let sizes = Sizes {
+            family: Family::Qwen3Moe,
+            embedding: hidden,
+            hidden,
+            layers,
+            heads,
+            kv_heads,
+            feed_forward,
+            tied: false,
+            experts: Some(mixture(layers)),
+            ..*qwen3
+        };
+        let model = Decoder::new(sizes).unwrap();
+        assert_eq!((model.parameters().unwrap(), model.active_parameters().unwrap()), (total, active));
+        let listed = model.parameter_tensors().unwrap();
+        assert_eq!(listed.iter().map(|tensor| tensor.elements().unwrap()).sum::<u64>(), total);
+        assert_eq!(model.product_parameters().unwrap(), {
+            let norms = layers * (2 * hidden + 2 * 128) + hidden;
+            active - norms - model.vocabulary * hidden
+        });
+        let some = Decoder::new(Sizes { experts: Some(mixture(layers - 1)), ..sizes }).unwrap();
+        let difference = hidden * (count + 3 * count * inner) - 3 * hidden * feed_forward;
+        assert_eq!(total - some.parameters().unwrap(), difference);
+        assert!(some.block_linears().unwrap_err().to_string().contains("layers have experts"));
+        assert!(model.check_passes(8).unwrap_err().to_string().contains("qwen3_moe are not modelled"));
+    }
+}
+
+/// Those that transformers counts for the defaults of `Qwen3_5TextConfig` and `Qwen3_5MoeTextConfig`, Qwen3.5-9B and -35B-A3B.
+#[test]
+fn parameter_counts_of_linear_attention() {
+    let linear =
+        |layers| LinearSizes { layers, key_heads: 16, value_heads: 32, key: 128, value: 128, window: 4 };
+    let dense = Sizes {
+        family: Family::Qwen35,
+        vocabulary: 248_320,
+        embedding: 4096,
+        hidden: 4096,
+        layers: 32,
+        heads: 16,
+        kv_heads: 4,
+        head_dim: 256,
+        feed_forward: 12288,
+        tied: false,
+        linear: Some(linear(24)),
+        ..*presets::find("qwen3-0.6b").unwrap()
+    };
+    let experts = ExpertSizes { layers: 40, count: 256, per_token: 8, feed_forward: 512, shared: 512 };
+    let mixture = Sizes {
+        family: Family::Qwen35Moe,
+        embedding: 2048,
+        hidden: 2048,
+        layers: 40,
+        kv_heads: 2,
+        feed_forward: 512,
+        linear: Some(linear(30)),
+        experts: Some(experts),
+        ..dense
+    };
+    for (sizes, total, active) in [
+        (dense, 8_953_803_264_u64, 8_953_803_264_u64),
+        (mixture, 34_660_610_688, 34_660_610_688 - 40 * 248 * 3 * 2048 * 512),
+    ] {
+        let model = Decoder::new(sizes).unwrap();
+        assert_eq!((model.parameters().unwrap(), model.active_parameters().unwrap()), (total, active));
+        let parts: u64 = model.parameters_by_part().unwrap().iter().map(|(_, n)| n).sum();
+        assert_eq!(parts, total);
+        // Without the embedding, norms, convolutions and decays.
+        let (full, layers) = (sizes.layers - sizes.linear.unwrap().layers, sizes.linear.unwrap().layers);
+        let norms = sizes.layers * 2 * sizes.hidden + sizes.hidden + full * 2 * 256 + layers * 128;
+        let others = layers * (8192 * 4 + 2 * 32);
+        let products = model.product_parameters().unwrap();
+        assert_eq!(active - products, sizes.vocabulary * sizes.hidden + norms + others);
+        let error = model.check_passes(8).unwrap_err().to_string();
+        assert!(error.contains("are not modelled"), "{error}");
+        assert!(model.parameter_tensors().unwrap_err().to_string().contains("have linear attention"));
+    }
+}
+
+#[test]
+fn parameter_list_parts_and_count_agree() {
+    for name in presets::names() {
+        let model = presets::find(name).unwrap();
+        let listed: u64 = model.parameter_tensors().unwrap().iter().map(|t| t.elements().unwrap()).sum();
+        let parts: u64 = model.parameters_by_part().unwrap().iter().map(|(_, n)| n).sum();
+        let grouped: u64 =
+            model.tensor_groups().unwrap().iter().map(|(n, t)| n * t.elements().unwrap()).sum();
+        let total = model.parameters().unwrap();
+        assert_eq!((listed, parts, grouped), (total, total, total), "{name}");
+    }
+}
