@@ -17,6 +17,7 @@ mod ignored_signals;
 mod interrupted_export;
 mod launch;
 mod launch_training;
+mod linear_attention;
 mod master_weights;
 mod nf4;
 mod non_finite;
