@@ -208,7 +208,7 @@ static TABLE: [&[Flag]; 25] = [
     },
     flags! { ADAPTER, FINETUNE | ADAPTERS;
         "adapter.target_modules", "--targets" | "--target-modules" => list("NAMES", values::parsed::<String>, values::targets),
-            "Projections to adapt: names or their last parts, separated by commas, or all-linear [default: q_proj,k_proj,v_proj,o_proj]";
+            "Projections to adapt: names or their last parts, separated by commas, or all-linear; the default also names those that a model calls otherwise, as of linear attention [default: q_proj,k_proj,v_proj,o_proj]";
     },
     flags! { ADAPTER, FINETUNE | ADAPTERS | PLAN;
         "adapter.target_modules", "--target-pattern" => text("REGEX"),
