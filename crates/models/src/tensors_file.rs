@@ -123,14 +123,16 @@ pub struct Entry {
     range: Range<usize>,
 }
 
+/// Names and shapes of parts of a tensor, in the order of their values.
+pub(crate) type NamedShapes = Vec<(String, Vec<i64>)>;
+
 impl Entry {
     /// Returns the parts in place of the entry, or the entry if there are none that fit.
-    fn divided(self, parts: &dyn Fn(&Self) -> Option<Vec<(String, Vec<i64>)>>) -> Vec<Self> {
+    fn divided(self, parts: &dyn Fn(&Self) -> Option<NamedShapes>) -> Vec<Self> {
         let Some(parts) = parts(&self) else { return vec![self] };
         let size = self.kind.elt_size_in_bytes();
         let bytes = |shape: &[i64]| {
-            let sizes = shape.iter().map(|&length| usize::try_from(length).ok());
-            sizes.fold(Some(size), |product, length| product?.checked_mul(length?))
+            shape.iter().try_fold(size, |product, &length| product.checked_mul(usize::try_from(length).ok()?))
         };
         let (mut start, mut divided) = (self.range.start, Vec::new());
         for (name, shape) in parts {
@@ -186,7 +188,7 @@ impl TensorsFile {
 
     /// Replaces entries by consecutive parts of their values: where `parts` returns names and shapes that together have the entry's
     /// elements.
-    pub(crate) fn divide(&mut self, parts: &dyn Fn(&Entry) -> Option<Vec<(String, Vec<i64>)>>) {
+    pub(crate) fn divide(&mut self, parts: &dyn Fn(&Entry) -> Option<NamedShapes>) {
         let entries = std::mem::take(&mut self.entries);
         self.entries = entries.into_iter().flat_map(|entry| entry.divided(parts)).collect();
     }

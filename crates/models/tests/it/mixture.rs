@@ -41,7 +41,7 @@ fn dense(x: &Tensor, tensors: &[(String, Tensor)], normalizes: bool) -> Tensor {
     for expert in 0..EXPERTS {
         let of = |name: &str| weight(format!("experts.{expert}.{name}.weight")).tr();
         let inner = x.matmul(&of("gate_proj")).silu() * x.matmul(&of("up_proj"));
-        sum = sum + weights.narrow(1, expert, 1) * inner.matmul(&of("down_proj"));
+        sum += weights.narrow(1, expert, 1) * inner.matmul(&of("down_proj"));
     }
     if !normalizes {
         return sum;

@@ -145,9 +145,9 @@ impl Format for Q2K {
     #[inline(always)]
     fn read(bytes: &[u8], chunk: &mut Chunk) {
         let (d, least) = (half(bytes, 80), half(bytes, 82));
-        for unit in 0..UNITS {
-            chunk.scales[unit] = d * f32::from(bytes[unit] & 15);
-            chunk.minima[unit] = least * f32::from(bytes[unit] >> 4);
+        for (unit, byte) in bytes[..UNITS].iter().enumerate() {
+            chunk.scales[unit] = d * f32::from(byte & 15);
+            chunk.minima[unit] = least * f32::from(byte >> 4);
         }
         two_bits(&bytes[16..80], &mut chunk.codes);
     }

@@ -160,6 +160,7 @@ macro_rules! registers {
         impl Registers for $name {
             const ORDER: [usize; UNITS] = $order;
 
+            // SAFETY: the caller keeps the trait's contract.
             #[inline(always)]
             unsafe fn load($bytes: &[u8]) -> Loaded {
                 // SAFETY: by this function's contract.
