@@ -2,7 +2,7 @@
 //!
 //! | format | bits per weight | tensor |
 //! |---|---|---|
-//! | [`nf4`](crate::nf4) | 4.13 or 4.5 | u8 or i8, `[out, bytes of a row]` |
+//! | [`nf4`] | 4.13 or 4.5 | u8 or i8, `[out, bytes of a row]` |
 //! | [`blocks`] of GGUF files | 2.6 to 8.5 | u8 or i8, `[out, blocks of a row, bytes of a block]` |
 //!
 //! Dtype and shape of a tensor say which format it has, and [`matrix_shape`] recovers `[out, in]`. So a matrix is one tensor of its module:
@@ -58,7 +58,7 @@ pub fn is_quantized_layout(layout: &TensorLayout) -> bool {
     Scales::of(layout.kind()).is_some() && matches!(layout.size().len(), 2 | 3)
 }
 
-/// Returns whether a model in this dtype has quantized matrices: a dtype of [`nf4`](crate::nf4), or [`blocks::KIND`].
+/// Returns whether a model in this dtype has quantized matrices: a dtype of [`nf4`], or [`blocks::KIND`].
 pub fn is_quantized_kind(kind: Kind) -> bool {
     Scales::of(kind).is_some() || kind == blocks::KIND
 }

@@ -1,5 +1,6 @@
 //! Products of a few vectors with a matrix in blocks, which is read once.
 
+#[cfg(target_arch = "x86_64")]
 use half::bf16;
 use pulp::Simd;
 use runtime::Result;
