@@ -28,7 +28,7 @@ fn loss_and_gradient_have_the_bits_of_the_dense_weight() {
         let dense = quantized::dequantize(&stored, Kind::Float).unwrap();
         let loss = LinearCrossEntropy { chunk: Some(Chunk::Tokens(40)), ..LinearCrossEntropy::default() };
         let run = |weight: &Tensor, kind: Kind| {
-            let x = x.to_kind(kind).set_requires_grad(true);
+            let x = x.to_kind(kind).copy().set_requires_grad(true);
             let result = loss.loss(&x, weight, &targets).unwrap();
             backward(&[&result]).unwrap();
             (result.detach(), x.grad())
