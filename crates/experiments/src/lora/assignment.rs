@@ -8,7 +8,7 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, ensure};
 use clap::Args;
-use frugal::run_folder::{LOSSES, RunRecord};
+use frugal::run_folder::{LOSSES, RunRecord, State};
 use report::{Case, Metric};
 use serde_json::Value;
 
@@ -33,7 +33,7 @@ pub(crate) struct Assignment {
     /// Train for N steps instead of an epoch
     #[arg(long, value_name = "N")]
     steps: Option<u64>,
-    /// Keep the answers and the run's folder here
+    /// Keep the answers and the run's folder here, and go on with those that a run that was interrupted has left here
     #[arg(long, value_name = "FOLDER")]
     keep: Option<PathBuf>,
     /// More flags of `frugal finetune`, after `--`
@@ -96,7 +96,15 @@ impl Program<'_> {
         ];
         let limit = self.limit.map(|limit| limit.to_string());
         words.extend(limit.iter().flat_map(|limit| ["--limit", limit]));
-        let evaluation = self.run(&words)?;
+        let kept = self.folder.join(format!("evaluation-{stage}-{shots}.json"));
+        let evaluation = if kept.exists() {
+            serde_json::from_str(&std::fs::read_to_string(&kept)?)
+                .with_context(|| kept.display().to_string())?
+        } else {
+            let evaluation = self.run(&words)?;
+            std::fs::write(&kept, evaluation.to_string())?;
+            evaluation
+        };
         let number = |value: &Value| value.as_f64().with_context(|| format!("{value} is no number"));
         for (grader, figures) in evaluation["graders"].as_object().context("no graders")? {
             let case = Case::new().with("stage", stage).with("shots", shots).with("grader", grader.as_str());
@@ -173,7 +181,12 @@ fn train(
         None => words.extend(["--epochs", "1"]),
     }
     words.extend(arguments.finetune.iter().map(String::as_str));
-    program.run(&words)?;
+    let is_finished =
+        |record: &RunRecord| record.outcome.as_ref().is_some_and(|outcome| outcome.state == State::Finished);
+    if !RunRecord::read(out)?.as_ref().is_some_and(is_finished) {
+        words.push("--resume");
+        program.run(&words)?;
+    }
 
     let record = RunRecord::read(out)?.context("the run left no record")?;
     let outcome = record.outcome.clone().context("the run left no outcome")?;
@@ -194,7 +207,7 @@ fn train(
         Metric::exact("rows", "count", record.train.rows as f64),
         Metric::exact("steps", "count", outcome.step as f64),
         Metric::of_samples("step_seconds", "s", &seconds),
-        Metric::exact("training_seconds", "s", outcome.seconds),
+        Metric::exact("training_seconds", "s", seconds.iter().sum()),
         Metric::exact("peak_bytes", "B", outcome.peak_bytes as f64),
     ];
     bench.put(&Case::new().with("stage", "training"), metrics)
