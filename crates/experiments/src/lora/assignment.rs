@@ -174,6 +174,13 @@ fn train(
         "q_proj,k_proj,v_proj,o_proj",
         "--evaluate-every",
         "60",
+        // About 16 problems in a step, without padding.
+        "--packing",
+        "1024",
+        "--batch-size",
+        "3",
+        "--accumulation",
+        "1",
     ]);
     let steps = arguments.steps.map(|steps| steps.to_string());
     match &steps {
