@@ -14,7 +14,7 @@
 //! | Qwen3 (arXiv:2505.09388) | norm is an RMS norm of each head, without biases |
 //! | Qwen3-MoE | as Qwen3, with a mixture of experts as the MLP ([`SparseMlp`](crate::SparseMlp)) |
 //! | Qwen3.5 | norms multiply by 1 + w; in most layers gated DeltaNet instead of attention, in the others a gate σ for each head's output and rotation of a part of each head |
-//! | Qwen3.5-MoE | as Qwen3.5, with a mixture of experts as the MLP, one of which computes every token |
+//! | Qwen3.5-MoE | as Qwen3.5, with a mixture of experts and a shared expert as the MLP |
 //! | Mistral (arXiv:2310.06825) | a sliding window |
 //! | SmolLM3 | layers that do not rotate |
 //! | Granite (IBM) | e, m, s and the scale of the scores |
