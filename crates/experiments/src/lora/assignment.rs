@@ -8,9 +8,9 @@ use std::process::{Command, Stdio};
 
 use anyhow::{Context, ensure};
 use clap::Args;
-use frugal::run_folder::{LOSSES, RunRecord, State};
+use frugal::run_folder::{LOSSES, RunRecord};
 use report::{Case, Metric};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use crate::driver::Bench;
 use crate::started_program;
@@ -96,14 +96,17 @@ impl Program<'_> {
         ];
         let limit = self.limit.map(|limit| limit.to_string());
         words.extend(limit.iter().flat_map(|limit| ["--limit", limit]));
-        let kept = self.folder.join(format!("evaluation-{stage}-{shots}.json"));
-        let evaluation = if kept.exists() {
-            serde_json::from_str(&std::fs::read_to_string(&kept)?)
-                .with_context(|| kept.display().to_string())?
-        } else {
-            let evaluation = self.run(&words)?;
-            std::fs::write(&kept, evaluation.to_string())?;
-            evaluation
+        // An evaluation that was made with the same words before an interruption is not repeated.
+        let path = self.folder.join(format!("evaluation-{stage}-{shots}.json"));
+        let kept = std::fs::read_to_string(&path).ok();
+        let kept = kept.and_then(|text| serde_json::from_str::<Value>(&text).ok());
+        let evaluation = match kept.filter(|kept| kept["words"] == json!(words)) {
+            Some(mut kept) => kept["result"].take(),
+            None => {
+                let evaluation = self.run(&words)?;
+                std::fs::write(&path, json!({ "words": words, "result": evaluation }).to_string())?;
+                evaluation
+            }
         };
         let number = |value: &Value| value.as_f64().with_context(|| format!("{value} is no number"));
         for (grader, figures) in evaluation["graders"].as_object().context("no graders")? {
@@ -188,12 +191,8 @@ fn train(
         None => words.extend(["--epochs", "1"]),
     }
     words.extend(arguments.finetune.iter().map(String::as_str));
-    let is_finished =
-        |record: &RunRecord| record.outcome.as_ref().is_some_and(|outcome| outcome.state == State::Finished);
-    if !RunRecord::read(out)?.as_ref().is_some_and(is_finished) {
-        words.push("--resume");
-        program.run(&words)?;
-    }
+    words.push("--resume");
+    program.run(&words)?;
 
     let record = RunRecord::read(out)?.context("the run left no record")?;
     let outcome = record.outcome.clone().context("the run left no outcome")?;
