@@ -53,14 +53,21 @@ pub fn recurrent_bytes(model: &Decoder, batch: u64, dtype: Dtype) -> Result<u64,
     )
 }
 
+/// Returns the bytes of the keys and values of one token.
+///
+/// # Errors
+/// More than 64 bits of bytes.
+pub fn token_bytes(model: &Decoder, dtype: Dtype) -> Result<u64, Error> {
+    Ok(bytes(model, Workload { batch: 1, sequence: 1 }, dtype)? - recurrent_bytes(model, 1, dtype)?)
+}
+
 /// Returns the number of tokens of one sequence whose keys and values fit `available` bytes together with the
 /// parameters in the same format.
 ///
 /// # Errors
 /// More than 64 bits of bytes.
 pub fn tokens_beside_parameters(model: &Decoder, dtype: Dtype, available: u64) -> Result<u64, Error> {
-    let states = recurrent_bytes(model, 1, dtype)?;
-    let token = bytes(model, Workload { batch: 1, sequence: 1 }, dtype)? - states;
+    let (token, states) = (token_bytes(model, dtype)?, recurrent_bytes(model, 1, dtype)?);
     let beside = exact::sum("bytes of parameters and states", [dtype.bytes(model.parameters()?)?, states])?;
     Ok(available.saturating_sub(beside) / token.max(1))
 }

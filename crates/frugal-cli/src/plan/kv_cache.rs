@@ -1,7 +1,6 @@
 //! `frugal plan kv-cache`
 
 use accounting::Dtype;
-use accounting::decoder_flops::Workload;
 use accounting::memory::kv_cache;
 use accounting::quantity::{bytes_text, grouped};
 use serde_json::json;
@@ -29,7 +28,7 @@ impl KvCache {
         let model = self.model.decoder()?;
         let work = self.work.workload(&model);
         let states = kv_cache::recurrent_bytes(&model, 1, self.dtype)?;
-        let token = kv_cache::bytes(&model, Workload { batch: 1, sequence: 1 }, self.dtype)? - states;
+        let token = kv_cache::token_bytes(&model, self.dtype)?;
         let cache = kv_cache::bytes(&model, work, self.dtype)?;
         let parameters = self.dtype.bytes(model.parameters()?)?;
         let row = |name: &str, bytes: u64| vec![name.to_owned(), bytes_text(bytes)];
