@@ -171,10 +171,7 @@ impl LowRank {
         }
         if model.linear.is_some() {
             return Err(refusal(
-                format!(
-                    "adapters of {}, some layers of which have linear attention",
-                    model.family.model_type()
-                ),
+                format!("adapters of {}, which has layers with linear attention", model.family.model_type()),
                 "measure a step instead",
             ));
         }

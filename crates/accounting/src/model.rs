@@ -141,7 +141,7 @@ impl Decoder {
             if experts.layers > layers || experts.per_token > experts.count || experts.count > MAX_EXPERTS {
                 return wrong(
                     format!(
-                        "{} of {layers} layers have {} experts, of which a token has {}",
+                        "{} of {layers} layers have {} experts, and a token has {} of them",
                         experts.layers, experts.count, experts.per_token
                     ),
                     format!(
@@ -289,7 +289,7 @@ impl Decoder {
     /// `per_token` of them: each of the expert's three products is one that is as many times as wide.
     ///
     /// # Errors
-    /// Widths beyond 64 bits; layers of which only some have experts.
+    /// Widths beyond 64 bits; experts in only some of the layers; linear attention.
     pub fn block_linears(&self) -> Result<Vec<Linear>, Error> {
         self.check_uniform()?;
         Ok(self.all_block_linears()?.into_iter().map(|(_, linear)| linear).collect())

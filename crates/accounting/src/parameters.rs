@@ -89,8 +89,8 @@ impl Decoder {
         exact::sum(WHAT, products?)
     }
 
-    /// The parts of blocks, each with the number of blocks that have it. Which layers have linear attention is independent of which have
-    /// experts.
+    /// The parts of blocks, each with the number of blocks that have it. Layers with linear attention may have experts or an MLP, as the
+    /// others.
     fn block_groups(&self) -> Result<Vec<(u64, Vec<ParameterTensor>)>, Error> {
         let sparse = self.experts.map_or(0, |experts| experts.layers);
         let linear = self.linear.map_or(0, |linear| linear.layers);

@@ -1,6 +1,6 @@
 //! A causal depthwise convolution with SiLU, as before linear attention (Mamba, arXiv:2312.00752; arXiv:2412.06464).
 //!
-//! For channel c of token t, with a window of w tokens and the channel's weights, of which the last is the token's own:
+//! For channel c of token t, with a window of w tokens and the channel's weights, the last for the token itself:
 //!
 //! ```text
 //! sₜ = Σⱼ weight[c, j]·x[t − (w − 1) + j, c]         yₜ = sₜ·σ(sₜ)

@@ -19,8 +19,8 @@
 //! N = A·diag(β)(V − diag(e^c)·KS)           O = diag(e^c)·QS + PN                   S′ = e^cₙ·S + K̂ᵀN
 //! ```
 //!
-//! Only N and S′ depend on the chunk before, so all else is computed for 16 chunks at once. A is computed by blocks, two of which become
-//! one of twice the size: [[A₁, 0], [−A₂M₂₁A₁, A₂]]; 512 matrices take 13 ms so, 39 ms by a triangular solve (two threads of a Xeon).
+//! Only N and S′ depend on the chunk before, so all else is computed for 16 chunks at once. A is computed by blocks: two become
+//! one of twice the size, [[A₁, 0], [−A₂M₂₁A₁, A₂]]; 512 matrices take 13 ms so, 39 ms by a triangular solve (two threads of a Xeon).
 //!
 //! Backward, from dO and dS′, with a chunk's S, N, A and P computed again and chunks in reverse:
 //!

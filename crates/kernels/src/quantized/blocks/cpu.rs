@@ -47,7 +47,7 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Returns the bytes of a row's chunk, the last of which is padded in `memory` with blocks of zeros, whose weights are zero.
+/// Returns the bytes of a row's chunk. The last chunk is padded in `memory` with blocks of zeros, whose weights are zero.
 #[inline(always)]
 pub(super) fn chunk_bytes<'a, F: Format>(
     row: &'a [u8],
