@@ -296,15 +296,15 @@ fn batches(
         packed: config.data.packing.map(|positions| positions.min(context)),
         pad: data.pad,
         shuffle: Some(config.training.seed),
+        by_length: config.training.accumulation.max(1),
         epochs: match (config.training.steps, config.training.epochs) {
             (Some(_), None) => None,
             (_, epochs) => Some(epochs.unwrap_or(1)),
         },
     };
     let train = MaskedBatches::over(&data.train, layout, job.device)?;
-    let ordered = Layout { shuffle: None, epochs: Some(1), ..layout };
     let validation = (!data.validation.is_empty())
-        .then(|| MaskedBatches::over(&data.validation, ordered, job.device))
+        .then(|| MaskedBatches::over(&data.validation, layout.of_evaluation(), job.device))
         .transpose()?;
     Ok((train, validation))
 }

@@ -3,6 +3,9 @@
 //! A row of n tokens has n − 1 positions; each predicts the next token if its label is set. Rows are padded on the right to the
 //! longest of their batch, or packed best-fit decreasing ([`dataloading::packing`]) into rows of one length, in which rows do
 //! not attend to each other. Each epoch's order is a permutation given by the seed, so the state of the source is one number.
+//! The batches of one optimizer step divide its rows by length, the longest first ([`Layout::by_length`]): the step has the same rows, its
+//! loss and gradients are the same up to the order of their sums, and there is less padding. (Transformers' `group_by_length` sorts beyond
+//! the step, and so changes which rows share one.)
 //! Rows are stored in 4 bytes a token, on disk beyond a bound ([`MaskedRows`]); packing takes 8 bytes of memory for each row, padding none.
 //!
 //! ```
@@ -59,13 +62,27 @@ pub struct Layout {
     pub pad: i64,
     /// The seed of the epochs' orders; `None` keeps the order of the rows.
     pub shuffle: Option<u64>,
+    /// Batches that divide their rows among themselves by falling length: those of an optimizer step. 1 keeps the order; packed rows
+    /// have one length and keep it too.
+    pub by_length: usize,
     /// Number of epochs; `None` for no end.
     pub epochs: Option<u64>,
 }
 
+/// Batches of an evaluation that divide their rows by length. Sorting all of the rows would hold their lengths in memory.
+const EVALUATED_BY_LENGTH: usize = 64;
+
+impl Layout {
+    /// The same batches in the rows' order, once, but for rows of 64 batches that are sorted by length together. Its loss is a sum
+    /// over all rows, whatever their order.
+    pub fn of_evaluation(self) -> Self {
+        Self { shuffle: None, by_length: EVALUATED_BY_LENGTH, epochs: Some(1), ..self }
+    }
+}
+
 impl Default for Layout {
     fn default() -> Self {
-        Self { batch: 1, packed: None, pad: 0, shuffle: None, epochs: None }
+        Self { batch: 1, packed: None, pad: 0, shuffle: None, by_length: 1, epochs: None }
     }
 }
 
@@ -237,7 +254,10 @@ impl MaskedBatches {
     /// Returns the sizes of the next `count` batches, or of as many as there are. Each is an error if a file cannot be read.
     pub fn shapes(&self, count: u64) -> impl Iterator<Item = Result<BatchShape>> + '_ {
         (self.position..self.position.saturating_add(count)).map_while(move |position| {
-            let numbers = self.numbers(position)?;
+            let numbers = match self.numbers(position).transpose()? {
+                Ok(numbers) => numbers,
+                Err(error) => return Some(Err(error)),
+            };
             let (mut widest, mut labelled) = (0, 0);
             for number in &numbers {
                 match self.size_of(*number) {
@@ -251,7 +271,28 @@ impl MaskedBatches {
     }
 
     /// The units of the batch at a position; `None` after the last epoch.
-    fn numbers(&self, position: u64) -> Option<Vec<usize>> {
+    fn numbers(&self, position: u64) -> Result<Option<Vec<usize>>> {
+        let together = self.layout.by_length as u64;
+        if together <= 1 || self.is_packed() {
+            return Ok(self.in_order(position));
+        }
+        let first = position - position % together;
+        let batches: Vec<_> =
+            (first..first + together).map_while(|position| self.in_order(position)).collect();
+        let at = (position - first) as usize;
+        let Some(rows) = batches.get(at).map(Vec::len) else { return Ok(None) };
+        let before: usize = batches[..at].iter().map(Vec::len).sum();
+        let mut units = batches
+            .concat()
+            .into_iter()
+            .map(|unit| Ok((Reverse(self.size_of(unit)?.0), unit)))
+            .collect::<Result<Vec<_>>>()?;
+        units.sort_by_key(|(length, _)| *length);
+        Ok(Some(units[before..before + rows].iter().map(|(_, unit)| *unit).collect()))
+    }
+
+    /// The units of the batch at a position, in the epoch's order; `None` after the last epoch.
+    fn in_order(&self, position: u64) -> Option<Vec<usize>> {
         let (per_epoch, units) = (self.batches_per_epoch(), self.units() as u64);
         let (epoch, number) = (position / per_epoch, position % per_epoch);
         if self.layout.epochs.is_some_and(|epochs| epoch >= epochs) {
@@ -319,7 +360,8 @@ impl MaskedBatches {
 
 /// The fingerprint of rows in a layout.
 fn of_layout(content: Fingerprint, layout: &Layout) -> u64 {
-    let numbers = [layout.batch as u64, layout.packed.unwrap_or(0) as u64, layout.shuffle.unwrap_or(0)];
+    let (packed, seed) = (layout.packed.unwrap_or(0) as u64, layout.shuffle.unwrap_or(0));
+    let numbers = [layout.batch as u64, packed, seed, layout.by_length as u64];
     numbers.into_iter().fold(content, Fingerprint::number).finish()
 }
 
@@ -364,7 +406,7 @@ fn packed(rows: &MaskedRows, capacity: usize) -> Result<Assignment> {
 
 impl Batches for MaskedBatches {
     fn next(&mut self) -> Result<Option<Batch>> {
-        let Some(numbers) = self.numbers(self.position) else { return Ok(None) };
+        let Some(numbers) = self.numbers(self.position)? else { return Ok(None) };
         let batch = self.batch(&numbers)?;
         self.position += 1;
         Ok(Some(batch))

@@ -34,14 +34,9 @@ pub(super) fn run(
         _ => rows::texts(files, &encoder, arguments.limit)?,
     };
     let count = rows.len();
-    let layout = Layout {
-        batch: arguments.batch_size as usize,
-        packed: None,
-        pad: i64::from(ends.end),
-        shuffle: None,
-        epochs: Some(1),
-    };
-    let mut batches = MaskedBatches::over(&rows, layout, device)?;
+    let layout =
+        Layout { batch: arguments.batch_size as usize, pad: i64::from(ends.end), ..Layout::default() };
+    let mut batches = MaskedBatches::over(&rows, layout.of_evaluation(), device)?;
     let mut model = with_adapter(arguments.model.load(folder, device)?, found.adapter.as_deref())?;
     // A chunk of logits at a time, unless the head is more than a projection, because it is adapted itself.
     match LinearCrossEntropy::default().install(model.as_mut()) {

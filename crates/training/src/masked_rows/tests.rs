@@ -12,7 +12,8 @@ fn rows() -> Vec<MaskedRow> {
     (0..9).map(|number| row(100 * (number + 1), 2 + number as usize % 4, 1 + number as usize % 3)).collect()
 }
 
-const PADDED: Layout = Layout { batch: 4, packed: None, pad: 7, shuffle: Some(3), epochs: Some(2) };
+const PADDED: Layout =
+    Layout { batch: 4, packed: None, pad: 7, shuffle: Some(3), by_length: 1, epochs: Some(2) };
 
 fn numbers(tensor: &Tensor) -> Vec<Vec<i64>> {
     Vec::try_from(tensor).unwrap()
@@ -41,7 +42,10 @@ fn every_answer_is_predicted_once_an_epoch_padded_and_packed() {
             expected.insert((row.tokens[at - 1], row.labels[at]), 2);
         }
     }
-    for layout in [PADDED, Layout { packed: Some(9), ..PADDED }, Layout { shuffle: None, ..PADDED }] {
+    let by_length = Layout { by_length: 2, ..PADDED };
+    for layout in
+        [PADDED, Layout { packed: Some(9), ..PADDED }, Layout { shuffle: None, ..PADDED }, by_length]
+    {
         let mut source = MaskedBatches::new(rows(), layout, Device::Cpu).unwrap();
         assert_eq!(pairs(&mut source), expected, "{layout:?}");
     }
@@ -49,7 +53,7 @@ fn every_answer_is_predicted_once_an_epoch_padded_and_packed() {
 
 #[test]
 fn sizes_are_those_of_the_batches() {
-    for layout in [PADDED, Layout { packed: Some(9), ..PADDED }] {
+    for layout in [PADDED, Layout { packed: Some(9), ..PADDED }, Layout { by_length: 4, ..PADDED }] {
         let mut source = MaskedBatches::new(rows(), layout, Device::Cpu).unwrap();
         let shapes: Vec<BatchShape> = source.shapes(u64::MAX / 2).collect::<Result<_>>().unwrap();
         for shape in &shapes {
@@ -89,7 +93,11 @@ fn batches_resume_and_epochs_differ() {
     assert_eq!(pairs(&mut other), rest);
     other.resume(&json!({ "rows": state["rows"], "position": other.batches_per_epoch() })).unwrap();
     assert_ne!(numbers(&other.next().unwrap().unwrap().tokens), first);
-    for layout in [Layout { batch: 3, ..PADDED }, Layout { shuffle: Some(4), ..PADDED }] {
+    for layout in [
+        Layout { batch: 3, ..PADDED },
+        Layout { shuffle: Some(4), ..PADDED },
+        Layout { by_length: 2, ..PADDED },
+    ] {
         let mut other = MaskedBatches::new(rows(), layout, Device::Cpu).unwrap();
         assert!(other.resume(&state).unwrap_err().to_string().contains("same data"), "{layout:?}");
     }
@@ -102,4 +110,36 @@ fn options_without_batches_are_refused() {
     assert!(MaskedBatches::new(rows(), Layout { batch: 0, ..PADDED }, Device::Cpu).is_err());
     let error = MaskedBatches::new(rows(), Layout { packed: Some(4), ..PADDED }, Device::Cpu).unwrap_err();
     assert!(error.to_string().contains("packed rows have 4"), "{error}");
+}
+
+/// Also where a step spans two epochs (9 rows in batches of 4, 4, 1) and where the last one is short.
+#[test]
+fn a_step_has_the_same_rows_by_length_with_less_padding() {
+    let (mut padding, together) = ([0, 0], 2);
+    let sorted = Layout { by_length: together, ..PADDED };
+    let [mut ordered, mut sorted] =
+        [PADDED, sorted].map(|layout| MaskedBatches::new(rows(), layout, Device::Cpu).unwrap());
+    loop {
+        let mut steps = [&mut ordered, &mut sorted].map(|source| {
+            let batches = (0..together).map_while(|_| source.next().unwrap());
+            batches.collect::<Vec<Batch>>()
+        });
+        if steps[0].is_empty() {
+            assert!(steps[1].is_empty());
+            break;
+        }
+        let lengths: Vec<i64> = steps[1].iter().map(|batch| batch.tokens.size()[1]).collect();
+        assert!(lengths.is_sorted_by(|one, next| one >= next), "{lengths:?}");
+        let starts = |batch: &Batch| numbers(&batch.tokens.narrow(1, 0, 1)).concat();
+        let [one, other] = [&steps[0], &steps[1]].map(|batches| {
+            let mut all: Vec<i64> = batches.iter().flat_map(starts).collect();
+            all.sort_unstable();
+            all
+        });
+        assert_eq!(one, other);
+        for (sum, batches) in padding.iter_mut().zip(&mut steps) {
+            *sum += batches.iter().map(|batch| batch.counts.padding).sum::<usize>();
+        }
+    }
+    assert!(padding[1] < padding[0], "{padding:?}");
 }
