@@ -33,7 +33,8 @@ pub(crate) struct Assignment {
     /// Train for N steps instead of an epoch
     #[arg(long, value_name = "N")]
     steps: Option<u64>,
-    /// Keep the answers and the run's folder here, and go on with those that a run that was interrupted has left here
+    /// Keep the answers and the run's folder here, and go on with those that an interrupted run has left here [default: a folder beside
+    /// the records, removed at the end]
     #[arg(long, value_name = "FOLDER")]
     keep: Option<PathBuf>,
     /// More flags of `frugal finetune`, after `--`
@@ -134,11 +135,17 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Assignment) -> anyhow::Result<(
             return Ok(());
         }
     };
+    // Hours of work: what an interrupted run has left is beside the records, also for a process with another number.
+    let beside = bench.records().and_then(Path::parent).map(|folder| folder.join("lora-assignment"));
     let temporary = tempfile::tempdir()?;
-    let folder = arguments.keep.as_deref().unwrap_or(temporary.path());
-    std::fs::create_dir_all(folder)?;
-    let program =
-        Program { path: started_program::path()?, problems: &problems, folder, limit: arguments.limit };
+    let folder = arguments.keep.as_deref().or(beside.as_deref()).unwrap_or(temporary.path()).to_owned();
+    std::fs::create_dir_all(&folder)?;
+    let program = Program {
+        path: started_program::path()?,
+        problems: &problems,
+        folder: &folder,
+        limit: arguments.limit,
+    };
     bench.expect(5);
 
     for shots in [3, 0] {
@@ -154,6 +161,9 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Assignment) -> anyhow::Result<(
         bench.message(&format!("accuracy after, {shots} examples"));
         program.grade(bench, &out, "after", shots)?;
         bench.step();
+    }
+    if arguments.keep.is_none() {
+        std::fs::remove_dir_all(&folder)?;
     }
     Ok(())
 }
