@@ -75,7 +75,7 @@ pub use init::Init;
 pub use linear::Linear;
 pub use llama::{DecoderConfig, Llama};
 pub use loss_head::ProjectionHead;
-pub use mixture::SparseMlp;
+pub use mixture::{ExpertLoads, ExpertSlot, ExpertSource, SparseMlp};
 pub use norm::{LayerNorm, NormKernel, RmsNorm};
 pub use position::{LearnedPositionalEmbedding, PositionalEncoding};
 pub use swiglu::{Geglu, JointSwiglu, Swiglu};

@@ -57,7 +57,7 @@ use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use block::LlamaBlock;
-pub use decoder::{DecoderConfig, Family};
+pub use decoder::{DecoderConfig, Family, Mixture};
 pub(crate) use decoder::{EMBEDDING, LM_HEAD};
 use rotary::Rotaries;
 

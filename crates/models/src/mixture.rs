@@ -10,8 +10,9 @@
 //! ```
 //!
 //! The experts are one autograd function. Its k·n rows, one for each token and expert, are sorted by expert, and by token within an
-//! expert, so each expert that has a row computes three products over one range of rows. A row's result goes to its token's slot j, and
-//! the slots are added in their order: no sum's order depends on the sorting.
+//! expert, so each expert that has a row computes three products over its rows of x, which are copied for one expert at a time. A row's
+//! result goes to its token's slot j, and the slots are added in their order: no sum's order depends on the sorting. Beside what it keeps,
+//! forward has k·H elements per token, and so does backward, and a few times H + 3·I for each row of the largest expert.
 //!
 //! Backward, with d = ∂L/∂y of a row's token, its weight w, g = x·Gᵀ, u = x·Uᵀ and h = SiLU(g) ⊙ u:
 //!
@@ -30,15 +31,14 @@
 //! In some families one more expert computes every token: y += σ(x·gᵀ)·shared(x) with a gate g `[1, H]`. It is an ordinary MLP, whose projections
 //! adapters replace, as they do its gate.
 //!
-//! Each expert has tensors of its own, under the names of Hugging Face's files (`experts.3.gate_proj.weight`), and the function reads an
-//! expert's matrices only in the loop over the experts that have rows, forward and backward. So what fetches weights just before their
-//! use has one place for it, between the routing, which knows the experts and the order of their use, and an expert's first product;
-//! results do not depend on which were in memory. Offloading moves the layer as a whole.
+//! Each expert has tensors of its own, under the names of Hugging Face's files (`experts.3.gate_proj.weight`). An [`ExpertSource`] may load
+//! the experts that have rows, in forward and in backward, instead of all of them being in memory; results do not depend on which were.
 //!
 //! The loss of balance is not computed: transformers adds it only with `output_router_logits`, which is refused.
 
 mod function;
 mod routing;
+mod source;
 
 use decoder::Mixture;
 use kernels::matmul::wide_kind;
@@ -47,13 +47,14 @@ use runtime::autograd::apply;
 use runtime::precision;
 use tch::{Device, Kind, Tensor};
 
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::init::Init;
 use crate::linear::{Linear, dense_kind, project};
 use crate::module::{Context, Mlp, Module, Projection, Visitor, VisitorMut};
 use crate::swiglu::Swiglu;
 use function::Experts;
 use routing::{Routing, choose, weights_of};
+pub use source::{ExpertLoads, ExpertSlot, ExpertSource};
 
 /// A mixture of experts with Hugging Face's names: `gate` for the router, `experts.0.gate_proj` and so on. Its parts cannot be replaced.
 #[derive(Debug)]
@@ -61,6 +62,7 @@ pub struct SparseMlp {
     /// The router, `[experts, hidden]`.
     gate: Linear,
     experts: Vec<Expert>,
+    slot: ExpertSlot,
     shared: Option<SharedExpert>,
     per_token: i64,
     normalizes: bool,
@@ -103,10 +105,40 @@ impl SparseMlp {
         Ok(Self {
             gate: linear(hidden, mixture.experts, (dense_kind(options.0), options.1))?,
             experts: (0..mixture.experts).map(expert).collect::<Result<_>>()?,
+            slot: ExpertSlot::resident(),
             shared: mixture.shared.map(shared).transpose()?,
             per_token: mixture.per_token,
             normalizes: mixture.normalizes,
         })
+    }
+}
+
+impl SparseMlp {
+    /// Returns the weights of each token's experts `[n, k]`, and the rows of each expert.
+    fn route(&self, x_nh: &Tensor) -> Result<(Tensor, Routing)> {
+        let logits_ne = project(x_nh, &self.gate.weight, None)?;
+        let probabilities_ne = logits_ne.f_softmax(-1, wide_kind(logits_ne.kind()))?;
+        drop(logits_ne);
+        let chosen_nk = choose(&probabilities_ne, self.per_token)?;
+        let weights_nk = weights_of(&probabilities_ne, &chosen_nk, self.normalizes)?;
+        Ok((weights_nk, Routing::new(&chosen_nk, self.experts.len())?))
+    }
+
+    /// Refuses streamed experts that are to be trained, or cast.
+    fn check_streamed(&self, routing: &Routing, casts: bool) -> Result<()> {
+        let refused = |reason: &str| Err(Error::invalid("mixture of experts", reason.to_owned()));
+        if casts {
+            return refused(
+                "streamed experts are not cast; load the model in bfloat16 instead of mixed precision",
+            );
+        }
+        let of = |expert: usize| self.experts[expert].projections();
+        if routing.ranges().iter().any(|(expert, _)| of(*expert).any(|(_, one)| one.weight.requires_grad())) {
+            return refused(
+                "an expert is to be trained, but experts are streamed from where nothing is written; freeze them, or keep them in memory",
+            );
+        }
+        Ok(())
     }
 }
 
@@ -115,24 +147,26 @@ impl Mlp for SparseMlp {
         let shape = x.size();
         let width = shape.last().copied().unwrap_or(1);
         let x_nh = x.f_reshape([-1, width])?;
-        let logits_ne = project(&x_nh, &self.gate.weight, None)?;
-        let probabilities_ne = logits_ne.f_softmax(-1, wide_kind(logits_ne.kind()))?;
-        let chosen_nk = choose(&probabilities_ne, self.per_token)?;
-        let weights_nk = weights_of(&probabilities_ne, &chosen_nk, self.normalizes)?;
-        let routing = Routing::new(&chosen_nk, self.experts.len())?;
+        let (weights_nk, routing) = self.route(&x_nh)?;
 
         // A policy casts what the products read, as a part of the graph.
         let has_policy = precision::current().is_some();
+        let kind = x_nh.kind();
         let x_nh = if has_policy { precision::operand(&x_nh)? } else { x_nh };
-        let mut inputs = vec![x_nh.shallow_clone(), weights_nk.f_to_kind(x_nh.kind())?];
-        for (expert, _) in routing.ranges() {
+        let weights_nk = weights_nk.f_to_kind(x_nh.kind())?;
+        let source = self.slot.source().cloned();
+        if source.is_some() {
+            self.check_streamed(&routing, x_nh.kind() != kind)?;
+        }
+        let mut inputs = vec![x_nh, weights_nk];
+        for (expert, _) in routing.ranges().iter().filter(|_| source.is_none()) {
             for (_, projection) in self.experts[*expert].projections() {
                 let weight = &projection.weight;
                 let is_cast = has_policy && !is_quantized(weight);
                 inputs.push(if is_cast { precision::weight(weight)? } else { weight.shallow_clone() });
             }
         }
-        let function = Experts::new(routing);
+        let function = Experts::new(routing, source);
         let [y] = apply(function, &inputs.iter().collect::<Vec<_>>())?;
         let y = y.f_reshape(shape.as_slice())?;
         let Some(SharedExpert { mlp, gate }) = &self.shared else { return Ok(y) };
@@ -162,6 +196,8 @@ impl Module for SparseMlp {
                 visitor.part(&format!("experts.{index}.{name}"), projection)?;
             }
         }
+        let matrices = |expert: &Expert| expert.0.each_ref().map(|one| one.weight.shallow_clone());
+        visitor.experts("experts", &self.experts.iter().map(matrices).collect::<Vec<_>>(), &mut self.slot)?;
         if let Some(SharedExpert { mlp, gate }) = &mut self.shared {
             visitor.part("shared_expert", mlp)?;
             visitor.projection("shared_expert_gate", gate)?;

@@ -1,5 +1,7 @@
 //! The experts of a mixture as one function. The mathematics is in the [module above](super).
 
+use std::sync::Arc;
+
 use kernels::low_rank::{base_gradient_into, base_product_into};
 use kernels::matmul::{mm, wide_kind};
 use kernels::quantized::matrix_shape;
@@ -9,6 +11,7 @@ use runtime::{Error, Result};
 use tch::Tensor;
 
 use super::Routing;
+use super::source::{ExpertLoads, ExpertSource, Resident};
 
 /// Index of x, of the weights of the slots, and of the first expert's matrices, among the inputs.
 const X: usize = 0;
@@ -16,21 +19,33 @@ const WEIGHTS: usize = 1;
 const MATRICES: usize = 2;
 
 /// Inputs: x `[n, h]`, the weights of the slots `[n, k]`, and for each expert that has rows its matrices gate, up `[i, h]` and down
-/// `[h, i]`, dense in x's dtype or in NF4. Output: `[n, h]`.
+/// `[h, i]`, dense in x's dtype or in NF4, unless a source loads them. Output: `[n, h]`.
 pub(super) struct Experts {
     routing: Routing,
+    source: Option<Arc<dyn ExpertSource>>,
     /// Whether x was saved: if a matrix that multiplies it is trained.
     x_was_kept: bool,
 }
 
 impl Experts {
-    pub(super) fn new(routing: Routing) -> Self {
-        Self { routing, x_was_kept: false }
+    pub(super) fn new(routing: Routing, source: Option<Arc<dyn ExpertSource>>) -> Self {
+        Self { routing, source, x_was_kept: false }
     }
 
     /// The inputs' number.
     fn inputs(&self) -> usize {
-        MATRICES + 3 * self.routing.ranges().len()
+        MATRICES + if self.source.is_some() { 0 } else { 3 * self.routing.ranges().len() }
+    }
+
+    /// Begins a pass over the experts that have rows. `resident` are their matrices, three for each, if no source loads them.
+    fn loads<'a>(&self, resident: &'a [&'a Tensor]) -> Result<Box<dyn ExpertLoads + 'a>> {
+        Ok(match &self.source {
+            Some(source) => {
+                let used: Vec<usize> = self.routing.ranges().iter().map(|(expert, _)| *expert).collect();
+                source.load(&used)?
+            }
+            None => Box::new(Resident::new(resident)),
+        })
     }
 }
 
@@ -65,25 +80,32 @@ impl Function for Experts {
         if self.x_was_kept {
             ctx.save(x_nh);
         }
-        let x_rh = self.routing.dispatch(x_nh)?;
-        let y_rh = x_rh.f_empty_like()?;
-        for (matrices, (_, range)) in inputs[MATRICES..].chunks(3).zip(self.routing.ranges()) {
-            let count = range.end - range.start;
-            let x = x_rh.f_narrow(0, range.start, count)?;
-            let (gate, up) = (product(&x, matrices[0])?, product(&x, matrices[1])?);
+        let width = x_nh.size().last().copied().unwrap_or(1);
+        let mut slots = self.routing.empty_slots(x_nh, width)?;
+        let mut kept: Vec<Option<[Tensor; 2]>> = self.routing.ranges().iter().map(|_| None).collect();
+        let mut loads = self.loads(&inputs[MATRICES..])?;
+        while let Some((number, [gate_matrix, up_matrix, down_matrix])) = loads.next()? {
+            let rows = self.routing.rows(number)?;
+            let x = rows.of_tokens(x_nh)?;
+            let (gate, up) = (product(&x, &gate_matrix)?, product(&x, &up_matrix)?);
+            drop(x);
             let mut inner = gate.f_empty_like()?;
             fused::forward(&gate, &up, None, &mut inner)?;
             if ctx.will_run_backward() {
-                ctx.save(&gate);
-                ctx.save(&up);
+                kept[number] = Some([gate, up]);
+            } else {
+                drop((gate, up));
             }
-            base_product_into(&mut y_rh.f_narrow(0, range.start, count)?, &inner, matrices[2], false)?;
+            rows.write(&product(&inner, &down_matrix)?, &mut slots)?;
         }
-        drop(x_rh);
+        drop(loads);
+        // In the order of the numbers, whatever the order of the loads.
+        kept.iter().flatten().flatten().for_each(|tensor| ctx.save(tensor));
+        drop(kept);
         // The slots of a token are added in their order.
-        let y_nkh = self.routing.by_slot(&y_rh)?;
-        let weighted = y_nkh.f_mul(&weights_nk.f_unsqueeze(-1)?)?;
-        Ok(vec![weighted.f_sum_dim_intlist([1].as_slice(), false, x_nh.kind())?])
+        let mut y_nkh = self.routing.by_token(&slots)?;
+        let _ = y_nkh.f_mul_(&weights_nk.f_unsqueeze(-1)?)?;
+        Ok(vec![y_nkh.f_sum_dim_intlist([1].as_slice(), false, x_nh.kind())?])
     }
 
     fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
@@ -95,58 +117,69 @@ impl Function for Experts {
             || saved.next().ok_or_else(|| Error::invalid("mixture of experts", "a saved tensor is missing"));
         let weights_nk = next()?;
         let matrices: Vec<Tensor> = (MATRICES..self.inputs()).map(|_| next()).collect::<Result<_>>()?;
-        let x_rh = if self.x_was_kept { Some(self.routing.dispatch(&next()?)?) } else { None };
+        let x_nh = if self.x_was_kept { Some(next()?) } else { None };
+        let both = |_| -> Result<Option<[Tensor; 2]>> { Ok(Some([next()?, next()?])) };
+        let mut kept = self.routing.ranges().iter().map(both).collect::<Result<Vec<_>>>()?;
 
-        let weights_r = self.routing.by_row(&weights_nk)?;
-        let grad_rh = self.routing.dispatch(&grad_nh)?;
-        let of_x = ctx.needs_input_grad(X).then(|| grad_rh.f_empty_like()).transpose()?;
-        let of_weights = ctx.needs_input_grad(WEIGHTS).then(|| weights_r.f_empty_like()).transpose()?;
-        for (number, (_, range)) in self.routing.ranges().iter().enumerate() {
-            let (first, count) = (MATRICES + 3 * number, range.end - range.start);
-            let rows = |tensor: &Tensor| tensor.f_narrow(0, range.start, count);
-            let [gate_matrix, up_matrix, down_matrix] =
-                [0, 1, 2].map(|which| &matrices[first - MATRICES + which]);
+        let weights_slots = weights_nk.f_reshape([-1, 1])?;
+        let slots = |width: i64| self.routing.empty_slots(&grad_nh, width);
+        let width = grad_nh.size().last().copied().unwrap_or(1);
+        let mut of_x = ctx.needs_input_grad(X).then(|| slots(width)).transpose()?;
+        let mut of_weights = ctx.needs_input_grad(WEIGHTS).then(|| slots(1)).transpose()?;
+        let matrices: Vec<&Tensor> = matrices.iter().collect();
+        let mut loads = self.loads(&matrices)?;
+        while let Some((number, [gate_matrix, up_matrix, down_matrix])) = loads.next()? {
+            let rows = self.routing.rows(number)?;
             // The pass overwrites g and u, which another backward may need.
-            let (gate, up) = (next()?, next()?);
+            let [gate, up] = kept[number]
+                .take()
+                .ok_or_else(|| Error::invalid("mixture of experts", "an expert was loaded twice"))?;
             let (gate, up) = if may_overwrite { (gate, up) } else { (copy(&gate)?, copy(&up)?) };
-            let (grad, weights) = (rows(&grad_rh)?, rows(&weights_r)?);
+            let (grad, weights) = (rows.of_tokens(&grad_nh)?, rows.of_slots(&weights_slots)?);
 
             // q = d·D, and the gradients of g and u from w·q.
             let mut q = gate.f_empty_like()?;
-            base_gradient_into(&mut q, &grad, down_matrix, false)?;
+            base_gradient_into(&mut q, &grad, &down_matrix, false)?;
             let fused::Gradients { gate: of_gate, up: of_up, product: inner } =
                 fused::backward(gate, up, None, q.f_mul(&weights)?)?;
-            if let Some(of_weights) = &of_weights {
+            if let Some(of_weights) = &mut of_weights {
                 let dot = q.f_mul(&inner)?.f_sum_dim_intlist([-1].as_slice(), true, wide_kind(q.kind()))?;
-                rows(of_weights)?.f_copy_(&dot)?;
+                rows.write(&dot.f_to_kind(of_weights.kind())?, of_weights)?;
             }
             drop(q);
-            if let Some(of_x) = &of_x {
-                let mut sum = rows(of_x)?;
-                base_gradient_into(&mut sum, &of_gate, gate_matrix, false)?;
-                base_gradient_into(&mut sum, &of_up, up_matrix, true)?;
-            }
 
-            // The gradients of the expert's matrices.
-            if let Some(x) = x_rh.as_ref().map(rows).transpose()? {
-                for (index, of_product) in [(first, &of_gate), (first + 1, &of_up)] {
-                    if ctx.needs_input_grad(index) {
+            // The gradients of the expert's matrices, if they are inputs.
+            let needed = |which: usize| {
+                let index = MATRICES + 3 * number + which;
+                (index < self.inputs() && ctx.needs_input_grad(index)).then_some(index)
+            };
+            if let Some(index) = needed(2) {
+                gradients[index] = Some(mm(&grad.f_mul(&weights)?.f_tr()?, &inner)?);
+            }
+            drop((grad, inner));
+            if let Some(x) = x_nh.as_ref().map(|x_nh| rows.of_tokens(x_nh)).transpose()? {
+                for (which, of_product) in [&of_gate, &of_up].into_iter().enumerate() {
+                    if let Some(index) = needed(which) {
                         gradients[index] = Some(mm(&of_product.f_tr()?, &x)?);
                     }
                 }
             }
-            if ctx.needs_input_grad(first + 2) {
-                gradients[first + 2] = Some(mm(&grad.f_mul(&weights)?.f_tr()?, &inner)?);
+            if let Some(of_x) = &mut of_x {
+                let mut sum = Tensor::f_empty([of_gate.size()[0], width], (of_x.kind(), of_x.device()))?;
+                base_gradient_into(&mut sum, &of_gate, &gate_matrix, false)?;
+                base_gradient_into(&mut sum, &of_up, &up_matrix, true)?;
+                rows.write(&sum, of_x)?;
             }
         }
+        drop(loads);
         let kind = grad_nh.kind();
-        let sum = |rows: Tensor| -> Result<Tensor> {
-            Ok(self.routing.by_slot(&rows)?.f_sum_dim_intlist([1].as_slice(), false, kind)?)
+        let sum = |slots: Tensor| -> Result<Tensor> {
+            Ok(self.routing.by_token(&slots)?.f_sum_dim_intlist([1].as_slice(), false, kind)?)
         };
         gradients[X] = of_x.map(sum).transpose()?;
-        let by_slot =
-            |rows: Tensor| -> Result<Tensor> { Ok(self.routing.by_slot(&rows)?.f_squeeze_dim(-1)?) };
-        gradients[WEIGHTS] = of_weights.map(by_slot).transpose()?;
+        let by_token =
+            |slots: Tensor| -> Result<Tensor> { Ok(self.routing.by_token(&slots)?.f_squeeze_dim(-1)?) };
+        gradients[WEIGHTS] = of_weights.map(by_token).transpose()?;
         Ok(gradients)
     }
 }

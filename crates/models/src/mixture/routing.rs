@@ -33,10 +33,32 @@ pub(super) struct Routing {
     slots: Tensor,
     /// The token of each row, `[n·k]`.
     tokens: Tensor,
-    /// The row of each slot, `[n·k]`.
-    rows: Tensor,
     /// Experts of a token.
     per_token: i64,
+}
+
+/// The rows of one expert.
+pub(super) struct Rows {
+    tokens: Tensor,
+    slots: Tensor,
+}
+
+impl Rows {
+    /// Returns each row's token of `x_nh`, `[rows, h]`.
+    pub(super) fn of_tokens(&self, x_nh: &Tensor) -> runtime::Result<Tensor> {
+        Ok(x_nh.f_index_select(0, &self.tokens)?)
+    }
+
+    /// Returns each row's number of the slots `[n·k, 1]`.
+    pub(super) fn of_slots(&self, numbers: &Tensor) -> runtime::Result<Tensor> {
+        Ok(numbers.f_index_select(0, &self.slots)?)
+    }
+
+    /// Writes the rows to their slots of `target` `[n·k, width]`.
+    pub(super) fn write(&self, rows: &Tensor, target: &mut Tensor) -> runtime::Result<()> {
+        let _ = target.f_index_copy_(0, &self.slots, rows)?;
+        Ok(())
+    }
 }
 
 impl Routing {
@@ -60,17 +82,16 @@ impl Routing {
         }
         let used = (0..experts).map(|expert| (expert, starts[expert]..starts[expert + 1]));
         let ranges = used.filter(|(_, range)| !range.is_empty()).collect();
-        let (mut slots, mut rows) = (vec![0i64; chosen.len()], vec![0i64; chosen.len()]);
+        let mut slots = vec![0i64; chosen.len()];
         for (slot, &expert) in chosen.iter().enumerate() {
             let row = &mut starts[expert as usize];
-            (slots[*row as usize], rows[slot]) = (slot as i64, *row);
+            slots[*row as usize] = slot as i64;
             *row += 1;
         }
         let tokens: Vec<i64> = slots.iter().map(|slot| slot / per_token).collect();
         let device = chosen_nk.device();
         let tensor = |list: &[i64]| Tensor::from_slice(list).f_to_device(device);
-        let (slots, tokens, rows) = (tensor(&slots)?, tensor(&tokens)?, tensor(&rows)?);
-        Ok(Self { ranges, slots, tokens, rows, per_token })
+        Ok(Self { ranges, slots: tensor(&slots)?, tokens: tensor(&tokens)?, per_token })
     }
 
     /// The experts that have rows, ascending, with the range of their rows.
@@ -78,20 +99,23 @@ impl Routing {
         &self.ranges
     }
 
-    /// Returns each row's token of `x_nh`, `[n·k, h]`.
-    pub(super) fn dispatch(&self, x_nh: &Tensor) -> runtime::Result<Tensor> {
-        Ok(x_nh.f_index_select(0, &self.tokens)?)
+    /// The rows of an expert, by its index among those that have rows.
+    pub(super) fn rows(&self, number: usize) -> runtime::Result<Rows> {
+        let range = self.ranges.get(number).map_or(0..0, |(_, range)| range.clone());
+        let of = |tensor: &Tensor| tensor.f_narrow(0, range.start, range.end - range.start);
+        Ok(Rows { tokens: of(&self.tokens)?, slots: of(&self.slots)? })
     }
 
-    /// Returns the numbers of the slots `[n, k]` by row, `[n·k, 1]`.
-    pub(super) fn by_row(&self, numbers_nk: &Tensor) -> runtime::Result<Tensor> {
-        Ok(numbers_nk.f_reshape([-1, 1])?.f_index_select(0, &self.slots)?)
+    /// Returns empty rows for all slots of tokens like `x_nh`, `[n·k, width]`.
+    pub(super) fn empty_slots(&self, x_nh: &Tensor, width: i64) -> runtime::Result<Tensor> {
+        let slots = x_nh.size().first().copied().unwrap_or(0) * self.per_token;
+        Ok(Tensor::f_empty([slots, width], (x_nh.kind(), x_nh.device()))?)
     }
 
-    /// Returns rows `[n·k, …]` by slot, `[n, k, width]`.
-    pub(super) fn by_slot(&self, rows: &Tensor) -> runtime::Result<Tensor> {
-        let width = rows.size().last().copied().unwrap_or(1);
-        Ok(rows.f_index_select(0, &self.rows)?.f_view([-1, self.per_token, width])?)
+    /// Returns the slots `[n·k, width]` by token, `[n, k, width]`.
+    pub(super) fn by_token(&self, slots: &Tensor) -> runtime::Result<Tensor> {
+        let width = slots.size().last().copied().unwrap_or(1);
+        Ok(slots.f_view([-1, self.per_token, width])?)
     }
 }
 
@@ -111,11 +135,19 @@ mod tests {
         let routing = Routing::new(&chosen, 5).unwrap();
         assert_eq!(routing.ranges(), [(0, 0..2), (1, 2..4), (3, 4..6)]);
         let x = Tensor::from_slice2(&[[10.0], [11.0], [12.0]]);
-        let rows = routing.dispatch(&x).unwrap();
-        assert_eq!(Vec::<f64>::try_from(rows.flatten(0, -1)).unwrap(), [11.0, 12.0, 10.0, 11.0, 10.0, 12.0]);
-        let numbers = Tensor::arange(6, tch::kind::FLOAT_CPU).view([3, 2]);
-        let by_row = routing.by_row(&numbers).unwrap();
-        assert_eq!(routing.by_slot(&by_row).unwrap().squeeze_dim(-1), numbers);
+        let numbers = Tensor::arange(6, tch::kind::FLOAT_CPU).view([6, 1]);
+        let mut slots = routing.empty_slots(&x, 1).unwrap();
+        let mut written = routing.empty_slots(&numbers.narrow(0, 0, 3), 1).unwrap();
+        let list = |tensor: &Tensor| Vec::<f64>::try_from(tensor.flatten(0, -1)).unwrap();
+        for (number, tokens) in [[11.0, 12.0], [10.0, 11.0], [10.0, 12.0]].into_iter().enumerate() {
+            let rows = routing.rows(number).unwrap();
+            let x = rows.of_tokens(&x).unwrap();
+            assert_eq!(list(&x), tokens);
+            rows.write(&x, &mut slots).unwrap();
+            rows.write(&rows.of_slots(&numbers).unwrap(), &mut written).unwrap();
+        }
+        assert_eq!(list(&slots), [10.0, 10.0, 11.0, 11.0, 12.0, 12.0]);
+        assert_eq!(routing.by_token(&written).unwrap(), numbers.view([3, 2, 1]));
         let weights = weights_of(&probabilities, &chosen, true).unwrap();
         assert!((weights.get(2).double_value(&[0]) - 2.0 / 3.0).abs() < 1e-6);
     }

@@ -6,6 +6,7 @@ use tch::Tensor;
 
 use super::{Attention, Block, LossHead, Mlp, Module, Projection};
 use crate::error::Result;
+use crate::mixture::ExpertSlot;
 
 /// The role of a tensor in its module.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -104,6 +105,13 @@ pub trait ModuleMapper {
     fn loss_head(&mut self, name: &str, slot: &mut Box<dyn LossHead>) -> Result<()> {
         Ok(())
     }
+    /// The experts of a mixture: gate, up and down of each, in the order of their numbers.
+    ///
+    /// # Errors
+    /// The mapper's own.
+    fn experts(&mut self, name: &str, matrices: &[[Tensor; 3]], slot: &mut ExpertSlot) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// Applies a [`ModuleMapper`] to a module.
@@ -139,6 +147,17 @@ impl VisitorMut<'_> {
         block: Block;
         /// A replaceable loss head.
         loss_head: LossHead;
+    }
+
+    /// Visits the experts of a mixture, whose matrices were visited as parts.
+    ///
+    /// # Errors
+    /// Errors of the mapper.
+    pub fn experts(&mut self, name: &str, matrices: &[[Tensor; 3]], slot: &mut ExpertSlot) -> Result<()> {
+        let length = enter(&mut self.path, name);
+        let result = self.mapper.experts(&self.path, matrices, slot);
+        self.path.truncate(length);
+        result
     }
 
     /// Visits a parameter.
