@@ -51,6 +51,7 @@ pub mod delta_rule;
 pub mod dtype;
 mod error;
 mod exact;
+pub mod experts;
 pub mod fit;
 pub mod flops;
 pub mod hardware;

@@ -377,7 +377,7 @@ impl Decoder {
 pub const fn has_modelled_passes(family: Family) -> bool {
     family.is_swiglu()
         && family.has_separate_projections()
-        && !family.facts().has_experts
+        && (!family.facts().has_experts || matches!(family, Family::Qwen3Moe))
         && !family.facts().has_linear_layers
         && matches!(family.facts().norms, NormPlacement::Pre)
 }

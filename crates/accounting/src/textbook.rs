@@ -282,7 +282,7 @@ pub fn memory(model: &Decoder, step: &Step) -> Result<Memory, Error> {
 fn check(model: &Decoder, step: &Step) -> Result<(), Error> {
     check_positions(model, step.work.sequence)?;
     let facts = model.family.facts();
-    let is_plain = facts.query_key_norm == QueryKeyNorm::None && !facts.has_multipliers;
+    let is_plain = facts.query_key_norm == QueryKeyNorm::None && !facts.has_multipliers && !facts.has_experts;
     let is_counted = model.family == Family::Gpt2 || has_modelled_passes(model.family) && is_plain;
     model.check_modelled(is_counted, step.work.sequence)?;
     positive("the number of devices", step.devices)?;

@@ -7,7 +7,7 @@ use crate::Error;
 use crate::model::{Decoder, Linear};
 
 /// A projection of a block, in order of application.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Projection {
     /// Queries.
     Query,

@@ -14,10 +14,13 @@
 
 use std::collections::BTreeMap;
 
+use decoder::ROUTER;
+
 use crate::exact::{product, sum};
 use crate::memory::recipe::Recipe;
 use crate::model::Decoder;
-use crate::{Error, exact};
+use crate::parameters::ParameterTensor;
+use crate::{Error, exact, experts};
 
 /// Weights of a block with one scale, and blocks with one factor.
 const BLOCK: u64 = 64;
@@ -92,20 +95,45 @@ impl StoredBytes {
     }
 }
 
-/// Bytes of each tensor of a block of a frozen model; for blocks of a file, whose layers differ, the matrices of the largest layer are one.
-pub(crate) fn block_bytes(model: &Decoder, recipe: &Recipe) -> Result<Vec<u64>, Error> {
+/// Bytes of each tensor of a block of a frozen model, without those of routed experts if these are streamed; for blocks of a file, whose
+/// layers differ, the matrices of the largest layer are one.
+pub(crate) fn block_bytes(
+    model: &Decoder,
+    recipe: &Recipe,
+    without_experts: bool,
+) -> Result<Vec<u64>, Error> {
     let tensors = model.block_tensors()?;
-    let bytes = |tensor: &crate::parameters::ParameterTensor| match (tensor.shape.as_slice(), recipe.matrices)
-    {
-        ([_, _], Matrices::Blocks(_)) => Ok(0),
-        (&[out, inner], Matrices::Nf4) => nf4_bytes(out, inner),
-        _ => recipe.parameters.bytes(tensor.elements()?),
-    };
-    let mut all: Vec<u64> = tensors.iter().map(bytes).collect::<Result<_, _>>()?;
+    let counted =
+        tensors.iter().filter(|tensor| !(without_experts && tensor.name.starts_with(experts::PREFIX)));
+    let mut all: Vec<u64> = counted.map(|tensor| tensor_bytes(tensor, recipe)).collect::<Result<_, _>>()?;
     if let Matrices::Blocks(stored) = recipe.matrices {
         all.push(stored.largest_layer);
     }
     Ok(all)
+}
+
+fn tensor_bytes(tensor: &ParameterTensor, recipe: &Recipe) -> Result<u64, Error> {
+    match (tensor.shape.as_slice(), recipe.matrices) {
+        ([_, _], Matrices::Blocks(_)) => Ok(0),
+        // The router stays dense.
+        (&[out, inner], Matrices::Nf4) if tensor.name.strip_prefix(ROUTER) != Some(".weight") => {
+            nf4_bytes(out, inner)
+        }
+        _ => recipe.parameters.bytes(tensor.elements()?),
+    }
+}
+
+/// Bytes of each matrix of a routed expert.
+pub(crate) fn expert_bytes(model: &Decoder, recipe: &Recipe) -> Result<Vec<u64>, Error> {
+    if matches!(recipe.matrices, Matrices::Blocks(_)) {
+        return Err(Error::Shape {
+            what: "experts in the blocks of a GGUF file are not streamed".into(),
+            remedy: "take bfloat16 or nf4".into(),
+        });
+    }
+    let first = format!("{}0.", experts::PREFIX);
+    let tensors = model.block_tensors()?;
+    tensors.iter().filter(|one| one.name.starts_with(&first)).map(|one| tensor_bytes(one, recipe)).collect()
 }
 
 /// Bytes by which the other layers are smaller than the largest one together.
@@ -142,7 +170,7 @@ pub(crate) fn output_bytes(model: &Decoder, recipe: &Recipe) -> Result<u64, Erro
 /// # Errors
 /// More bytes than 64 bits count.
 pub fn model_bytes(model: &Decoder, recipe: &Recipe) -> Result<u64, Error> {
-    let of_block = sum("bytes of a block", block_bytes(model, recipe)?)?;
+    let of_block = sum("bytes of a block", block_bytes(model, recipe, false)?)?;
     let blocks = product("bytes of all blocks", &[model.layers, of_block])? - smaller_layers(model, recipe);
     sum("bytes of the parameters", [outer_bytes(model, recipe)?, blocks])
 }

@@ -2,9 +2,10 @@
 //!
 //! A layer's flat buffer has one region for each dtype and trainability ([`flat_bytes`]): a frozen base with adapters has one
 //! in the base's dtype and one in fp32. The memory of the passes is computed operation by operation (`passes`), for the
-//! families Qwen2 and Llama. Seconds are the larger of the causal FLOPs divided by one rate and of the weights' bytes divided
-//! by the device's memory bandwidth (once in forward, once more for each product of a backward), the same for every layer; in training on
-//! a CPU the sum of the first and of twice the second ([`Choices::packs`]). Measurements should replace them.
+//! families that [`Decoder::check_passes`] accepts. Seconds are the larger of the causal FLOPs divided by one rate and of the weights' bytes
+//! divided by the device's memory bandwidth (of a mixture those of the experts that have tokens; once in forward, once more for each
+//! product of a backward), the same for every layer; in training on a CPU the sum of the first and of twice the second ([`Choices::packs`]).
+//! Measurements should replace them.
 
 mod choices;
 mod weight_copies;
@@ -14,6 +15,7 @@ use super::step_costs::{Fixed, Kept as LayerKept, Layer, StepCosts, WorkingMemor
 use crate::activation_plan::LayerPlan;
 use crate::decoder_flops::{self, Recomputation, StepFlops, Workload};
 use crate::exact::{product, sum};
+use crate::experts::{self, read_bytes};
 use crate::lora::{self, LowRank};
 use crate::memory::quantized;
 use crate::memory::recipe::Recipe;
@@ -37,15 +39,19 @@ pub use weight_copies::update_bytes;
 pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<StepCosts, Error> {
     swiglu(model, work)?;
     let flops = decoder_flops::step(model, work, &Recomputation::default())?;
-    let slot_bytes = flat_bytes(&quantized::block_bytes(model, &choices.recipe)?)?;
+    let slot_bytes = flat_bytes(&quantized::block_bytes(model, &choices.recipe, choices.experts.is_some())?)?;
     let weight_bytes = quantized::outer_bytes(model, &choices.recipe)?;
+    let all_bytes = flat_bytes(&quantized::block_bytes(model, &choices.recipe, false)?)?;
+    let reading = reading_seconds(model, work, choices)?;
     let layer = Layer {
         slot_bytes,
-        forward_seconds: choices.seconds(
-            layer_flops(&flops, model, flops.forward.causal, 1),
-            1.0,
-            slot_bytes,
-        ),
+        forward_seconds: choices
+            .seconds(
+                layer_flops(&flops, model, flops.forward.causal, 1),
+                1.0,
+                read_bytes(model, work.tokens()?, all_bytes)?,
+            )
+            .max(reading),
         ..Layer::default()
     };
     let head = head_options(work, None, choices, false);
@@ -77,7 +83,18 @@ fn constant_bytes(model: &Decoder, head: &HeadOptions<'_>, choices: &Choices) ->
         true => product(WHAT, &[model.layers, cast_bytes(model, choices, LayerPlan::KeepAll)?])?,
         false => 0,
     };
-    sum(WHAT, [items, choices.product_workspaces, casts])
+    let slots = match choices.experts {
+        Some(streamed) => experts::cache_bytes(model, &choices.recipe, streamed.cache)?,
+        None => 0,
+    };
+    sum(WHAT, [items, choices.product_workspaces, casts, slots])
+}
+
+/// Seconds in which a layer's streamed experts are read for one pass, beside which it computes.
+fn reading_seconds(model: &Decoder, work: Workload, choices: &Choices) -> Result<f64, Error> {
+    let Some(streamed) = choices.experts else { return Ok(0.0) };
+    let bytes = experts::pass_bytes(model, &choices.recipe, work, streamed.cache)?;
+    Ok(bytes as f64 / model.layers as f64 / streamed.rate)
 }
 
 /// Returns the costs of generating up to `new` tokens after prompts of `prompt`: its memory is that of reading the prompts, with
@@ -112,6 +129,12 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
     swiglu(model, work)?;
     let recipe = choices.recipe;
     recipe.check_trained()?;
+    if choices.experts.is_some() {
+        return Err(Error::Shape {
+            what: "streamed experts are frozen, and all weights are to be trained".into(),
+            remedy: "train adapters, or keep the experts in memory".into(),
+        });
+    }
     let swiglu = choices.mlp_tile.map_or(SwigluLevel::default(), |_| SwigluLevel::InputOnly);
     let flops = decoder_flops::step(model, work, &Recomputation { swiglu, ..recomputation() })?;
     let tensors = block(model)?;
@@ -126,6 +149,7 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
     };
     let outer = outer_parameters(model)?;
     let backward = flops.backward.causal + flops.recomputed.causal;
+    let read = read_bytes(model, work.tokens()?, weights)?;
     let layer = Layer {
         slot_bytes: weights,
         trainable_bytes: weights,
@@ -136,9 +160,9 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
         forward_seconds: choices.training_seconds(
             layer_flops(&flops, model, flops.forward.causal, 1),
             1.0,
-            weights,
+            read,
         ),
-        backward_seconds: choices.training_seconds(layer_flops(&flops, model, backward, 2), 3.0, weights),
+        backward_seconds: choices.training_seconds(layer_flops(&flops, model, backward, 2), 3.0, read),
         kept: None,
     };
     let head = head_options(work, None, choices, true);
@@ -184,9 +208,12 @@ pub fn adapters(
     let flops = lora::flops::step(model, lora, work, labelled, &recomputation())?;
     let tensors = lora.tensors(model)?;
     let learning = region(&tensors, LowRank::WIDE)?;
-    let frozen = flat_bytes(&quantized::block_bytes(model, &choices.recipe)?)?;
+    let frozen = flat_bytes(&quantized::block_bytes(model, &choices.recipe, choices.experts.is_some())?)?;
     let state = choices.optimizer.state_bytes_of(tensors.iter().map(|&one| (1, one)), LowRank::WIDE)?;
     let backward = flops.backward.causal + flops.recomputed.causal;
+    let all = flat_bytes(&quantized::block_bytes(model, &choices.recipe, false)?)?;
+    let read = read_bytes(model, work.tokens()?, all)?;
+    let reading = reading_seconds(model, work, choices)?;
     let layer = Layer {
         slot_bytes: sum("bytes of a layer", [frozen, learning])?,
         trainable_bytes: learning,
@@ -194,12 +221,12 @@ pub fn adapters(
         state_bytes: state,
         reducing_bytes: 0,
         trainable: sum("parameters of a layer's adapters", tensors)?,
-        forward_seconds: choices.training_seconds(
-            layer_flops(&flops, model, flops.forward.causal, 1),
-            1.0,
-            frozen,
-        ),
-        backward_seconds: choices.training_seconds(layer_flops(&flops, model, backward, 1), 2.0, frozen),
+        forward_seconds: choices
+            .training_seconds(layer_flops(&flops, model, flops.forward.causal, 1), 1.0, read)
+            .max(reading),
+        backward_seconds: choices
+            .training_seconds(layer_flops(&flops, model, backward, 1), 2.0, read)
+            .max(reading),
         kept: None,
     };
     let head = HeadOptions { on_cpu: lora.on_cpu, ..head_options(work, labelled, choices, false) };

@@ -107,7 +107,7 @@ fn published_parameter_counts_of_mixtures() {
         let difference = hidden * (count + 3 * count * inner) - 3 * hidden * feed_forward;
         assert_eq!(total - some.parameters().unwrap(), difference);
         assert!(some.block_linears().unwrap_err().to_string().contains("layers have experts"));
-        assert!(model.check_passes(8).unwrap_err().to_string().contains("qwen3_moe are not modelled"));
+        assert!(model.check_passes(8).is_ok());
     }
 }
 

@@ -28,6 +28,7 @@
 //! The block's input and the gradient of its output are the caller's.
 
 mod backward;
+mod experts;
 mod forward;
 mod joint;
 mod peaks;
@@ -42,6 +43,7 @@ use crate::model::{Decoder, Linear};
 use crate::recompute::NormKernel;
 use crate::{Error, exact};
 
+use experts::{ExpertOptions, Experts};
 use tiled_mlp::{TiledMlp, TiledMlpOptions};
 
 pub(crate) use peaks::{KeptPasses, Passes, kept_passes, passes};
@@ -208,6 +210,8 @@ pub(crate) struct Block {
     /// Whether projections of one input are one function.
     joins: bool,
     tiled: Option<TiledMlp>,
+    /// The mixture in place of the MLP.
+    experts: Option<Experts>,
     keeps_output: bool,
     documents: bool,
     /// Whether all weights learn.
@@ -276,8 +280,22 @@ impl Block {
             rounds: c < 4 && lora.is_none_or(|lora| lora.on_cpu),
             dropout: lora.is_some_and(|lora| lora.dropout),
             joins: !recipe.casts && lora.is_some_and(|lora| !lora.on_cpu && !lora.magnitudes),
+            experts: match &model.experts {
+                None => None,
+                Some(sizes) => {
+                    let tile_bytes = options.tile_bytes;
+                    let options = ExpertOptions { tokens, recipe, widens, everything, gradients, tile_bytes };
+                    Some(Experts::new(model, sizes, &options)?)
+                }
+            },
             tiled: match (mlp_tile, lora) {
                 (None, _) => None,
+                (Some(_), _) if model.experts.is_some() => {
+                    return Err(Error::Shape {
+                        what: "a mixture of experts has no tiled MLP".into(),
+                        remedy: "leave out the tiles".into(),
+                    });
+                }
                 (Some(_), Some(_)) => {
                     return Err(Error::Shape {
                         what: "adapters beside a tiled MLP are not modelled".into(),
@@ -373,7 +391,10 @@ impl Block {
         let gates = recorded.middle || self.learns(&[Gate, Up]);
         keep(gates, "gate xW", self.kept_wide());
         keep(gates, "up xV", self.kept_wide());
-        keep(self.learns(&[Down]), "SiLU(xW) ⊙ xV", self.kept_wide());
+        keep(self.learns(&[Down]) && self.experts.is_none(), "SiLU(xW) ⊙ xV", self.kept_wide());
+        if let Some(experts) = &self.experts {
+            keep(gates, "routing", experts.kept_routing());
+        }
         for which in [Query, Key, Value, Output, Gate, Up, Down] {
             keep(self.projection(which).adapted, "low-rank products", self.projection(which).low);
             keep(self.projection(which).factors > 0, "adapters in 16 bits", self.projection(which).factors);
@@ -429,9 +450,25 @@ impl Block {
         !self.mixed && (recorded.middle && reads_input || self.learns(&[Projection::Gate, Projection::Up]))
     }
 
-    /// `[n, f]`, unless the MLP keeps its input alone.
+    /// `[n, f]`, unless the MLP keeps its input alone; of a mixture the rows of all experts.
     fn kept_wide(&self) -> u64 {
-        if self.tiled.is_some() { 0 } else { self.wide }
+        match &self.experts {
+            Some(experts) => experts.kept_inner(),
+            None if self.tiled.is_some() => 0,
+            None => self.wide,
+        }
+    }
+
+    /// What the MLP keeps beside its input and casts of it.
+    fn mlp_bytes(&self) -> Result<u64, Error> {
+        use Projection::{Down, Gate, Up};
+        let low = self.adapter_bytes(&[Gate, Up, Down])?;
+        let beside = match &self.experts {
+            Some(experts) => experts.kept_routing(),
+            None if self.learns(&[Down]) => self.kept_wide(),
+            None => 0,
+        };
+        exact::sum("bytes of a block", [2 * self.kept_wide(), beside, low])
     }
 }
 

@@ -1,5 +1,6 @@
 //! Settings that determine the costs of a step.
 
+use crate::experts::StreamedExperts;
 use crate::memory::logits::Loss;
 use crate::memory::optimizer::Optimizer;
 use crate::memory::quantized;
@@ -43,6 +44,8 @@ pub struct Choices {
     /// Bytes of the temporaries of MLPs that keep their inputs alone and run over tiles of tokens (`swiglu-ckpt`), `u64::MAX` for all tokens
     /// at once; `None` for ordinary MLPs.
     pub mlp_tile: Option<u64>,
+    /// How the experts of a mixture are streamed; `None` for experts in memory, with their layers.
+    pub experts: Option<StreamedExperts>,
 }
 
 impl Default for Choices {
@@ -65,6 +68,7 @@ impl Default for Choices {
             inputs_on_host: false,
             flash_workspace: false,
             mlp_tile: None,
+            experts: None,
         }
     }
 }

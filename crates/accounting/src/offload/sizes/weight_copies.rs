@@ -4,7 +4,8 @@ use super::Choices;
 use crate::activation_plan::LayerPlan;
 use crate::exact::{product, sum};
 use crate::memory::recipe::Recipe;
-use crate::model::{Decoder, Linear, Part};
+use crate::model::{Decoder, Part};
+use crate::parameters::ParameterTensor;
 use crate::{Dtype, Error};
 
 /// Returns the bytes of the casts of the weights that a layer of this plan runs again; of all weights if it runs everything again.
@@ -15,13 +16,11 @@ pub(super) fn cast_bytes(model: &Decoder, choices: &Choices, plan: LayerPlan) ->
         LayerPlan::RecomputeAttention => part == Part::Attention,
         _ => true,
     };
-    let linears = model.block_linears()?;
-    let elements = |linear: &Linear| {
-        let weight = product(WHAT, &[linear.inputs, linear.outputs])?;
-        sum(WHAT, [weight, if linear.bias { linear.outputs } else { 0 }])
-    };
-    let counts =
-        linears.iter().filter(|linear| within(linear.part)).map(elements).collect::<Result<Vec<_>, _>>()?;
+    let tensors = model.block_tensors()?;
+    // Norms are not cast.
+    let is_cast = |part: Part| matches!(part, Part::Attention | Part::FeedForward) && within(part);
+    let cast = tensors.iter().filter(|tensor| is_cast(tensor.part));
+    let counts = cast.map(ParameterTensor::elements).collect::<Result<Vec<_>, _>>()?;
     choices.recipe.compute.bytes(sum(WHAT, counts)?)
 }
 

@@ -27,11 +27,16 @@ impl Block {
             tracker.make(self.branch_gradient());
             tiled.backward(tracker);
             tracker.free(self.branch_gradient());
+        } else if let Some(experts) = self.experts.as_ref().filter(|_| recorded.feed_forward) {
+            tracker.make(self.branch_gradient());
+            experts.backward(tracker);
+            tracker.free(self.branch_gradient());
         } else if recorded.feed_forward {
             self.project_branch_back(tracker, Down, gates);
         }
-        drop_if(tracker, self.learns(&[Down]), self.kept_wide());
-        if gates && self.tiled.is_none() {
+        let is_plain = self.tiled.is_none() && self.experts.is_none();
+        drop_if(tracker, is_plain && self.learns(&[Down]), self.wide);
+        if gates && is_plain {
             // The product's gradient is a view of a matrix with two owners, so neither gradient can replace it. Then it is
             // freed, and gate and up.
             tracker.make(2 * self.wide);

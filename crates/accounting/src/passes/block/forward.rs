@@ -85,6 +85,8 @@ impl Block {
         release(tracker, recorded.middle, self.statistic);
         if let Some(tiled) = &self.tiled {
             tiled.forward(tracker);
+        } else if let Some(experts) = &self.experts {
+            experts.forward(tracker, record && recorded.middle);
         } else {
             self.project_norm(tracker, &[Gate, Up], record);
             tracker.make(self.wide);

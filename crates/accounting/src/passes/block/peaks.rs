@@ -7,7 +7,7 @@
 //! | [`KeepAll`](LayerPlan::KeepAll) | all | – |
 //! | [`RecomputeElementwise`](LayerPlan::RecomputeElementwise) | the input, and the results of products and attention | the other tensors, and the output |
 //! | [`RecomputeAttention`](LayerPlan::RecomputeAttention) | all but the attention's, from the queries to its output | these, and the attention's output |
-//! | [`RecomputeMlp`](LayerPlan::RecomputeMlp) | all but the results of gate and up and their product | these three, and the MLP's output |
+//! | [`RecomputeMlp`](LayerPlan::RecomputeMlp) | all but the results of gate and up and their product, and a mixture's routing | these, and the MLP's output |
 //! | [`RecomputeAll`](LayerPlan::RecomputeAll) | the input | all, and the output |
 //! | [`Offload`](LayerPlan::Offload) | the input, on the host | the same; the input and that of the layer before return |
 
@@ -117,13 +117,18 @@ fn keeping_products(block: &Block, passes: Passes) -> Result<KeptPasses, Error> 
     let with_magnitudes = block.projections.iter().filter(|projection| projection.unscaled > 0);
     let unscaled =
         exact::sum(WHAT, with_magnitudes.map(|projection| projection.unscaled - projection.output))?;
-    // The input and the outputs of o and down; q, k, v and the attention's output; gate and up.
+    // The output of down, gate and up; a mixture of experts runs again, but for its router.
+    let of_mlp = match &block.experts {
+        Some(experts) => experts.kept_products(),
+        None => block.operand + 2 * block.kept_wide(),
+    };
+    // The input and the output of o; q, k, v and the attention's output; those of the MLP.
     let products = [
-        block.narrow + 2 * block.operand,
+        block.narrow + block.operand,
         block.query + block.attended_query,
         2 * block.key,
         block.log_sum_exp,
-        2 * block.kept_wide(),
+        of_mlp,
         low,
         unscaled,
     ];
@@ -137,12 +142,10 @@ fn keeping_products(block: &Block, passes: Passes) -> Result<KeptPasses, Error> 
 
 /// Keeps everything but the results of gate and up and their product.
 fn recomputing_mlp(block: &Block, passes: Passes) -> Result<KeptPasses, Error> {
-    use Projection::{Down, Gate, Up};
+    use Projection::{Gate, Up};
     let Passes { kept: all, keeping, backward, .. } = passes;
     // Tensors that are computed again.
-    let low = block.adapter_bytes(&[Gate, Up, Down])?;
-    let product = if block.learns(&[Down]) { block.kept_wide() } else { 0 };
-    let again = exact::sum(WHAT, [2 * block.kept_wide(), product, low, block.kept_casts(&[Gate, Up])])?;
+    let again = exact::sum(WHAT, [block.mlp_bytes()?, block.kept_casts(&[Gate, Up])])?;
     // In mixed precision the recomputed branch keeps its own input: the norm's output.
     let input = if block.mixed { block.narrow } else { 0 };
     // The gradient of the branch is live until the branch's backward is done.

@@ -1,7 +1,7 @@
 //! Tensors that are left after a block's passes.
 
 use super::*;
-use crate::model::{Family, Sizes};
+use crate::model::{ExpertSizes, Family, Sizes};
 use crate::passes::PeakTracker;
 use crate::{lora::Targets, presets};
 
@@ -122,6 +122,49 @@ fn a_tiled_mlp_leaves_what_it_keeps() {
         if flag(0) && flag(4) {
             assert!(peaks[0].1 < peaks[1].1, "{flags:b}: {peaks:?}");
         }
+    }
+}
+
+/// A mixture behind adapters of the attention, or with all weights trained.
+#[test]
+fn a_mixture_of_experts_leaves_what_it_keeps() {
+    let qwen3 = presets::find("qwen3-0.6b").unwrap();
+    let experts = ExpertSizes { layers: qwen3.layers, count: 32, per_token: 4, feed_forward: 384, shared: 0 };
+    let sizes = Sizes { family: Family::Qwen3Moe, experts: Some(experts), ..*qwen3 };
+    let model = Decoder::new(sizes).unwrap();
+    let lora = LowRank { on_cpu: true, ..LowRank::default() };
+    for (flags, recipe) in (0..16u32).flat_map(|flags| {
+        [Recipe::FP32, Recipe::BF16, Recipe::AMP_BF16, Recipe::NF4].map(|recipe| (flags, recipe))
+    }) {
+        let flag = |bit: u32| flags >> bit & 1 == 1;
+        if flag(0) && recipe.is_quantized() {
+            continue;
+        }
+        let options = BlockOptions {
+            tokens: 128,
+            recipe: &recipe,
+            norm: if flag(1) { NormKernel::Output } else { NormKernel::Fused },
+            trained: if flag(0) { Trained::Everything } else { Trained::Adapters(&lora) },
+            gradients: false,
+            documents: flag(2),
+            widens: flag(3),
+            tile_bytes: crate::memory::quantized::CPU_TILE,
+            mlp_tile: None,
+            flash_workspace: false,
+        };
+        let block = Block::new(&model, &options).unwrap();
+        let mut kept: u64 = block.kept(true).iter().map(|item| item.bytes).sum();
+        if !block.keeps_output {
+            kept -= block.narrow;
+        }
+        let mut tracker = PeakTracker::default();
+        block.forward(&mut tracker, false, true);
+        assert_eq!(tracker.live(), u128::from(block.narrow), "{flags:b}, {recipe:?}");
+        let mut tracker = PeakTracker::default();
+        block.forward(&mut tracker, true, true);
+        assert_eq!(tracker.live(), u128::from(kept + block.narrow), "{flags:b}, {recipe:?}");
+        block.backward(&mut tracker, true);
+        assert_eq!(tracker.live(), u128::from(block.narrow), "{flags:b}, {recipe:?}");
     }
 }
 
