@@ -32,6 +32,8 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! Of a mixture of experts, [`ExpertConfig`] loads only the experts that tokens are given to.
+//!
 //! # What a layer keeps between forward and backward
 //!
 //! By default its input, from which backward runs it again: with full fine-tuning four forwards' worth of products instead of three, with a
@@ -85,6 +87,7 @@
 mod blocks;
 mod engine;
 mod error;
+mod experts;
 mod function;
 mod host_adam_w;
 mod kept_graph;
@@ -101,6 +104,7 @@ pub use blocks::{
 };
 pub use engine::Counters;
 pub use error::{Error, Result};
+pub use experts::{ExpertConfig, ExpertCounters, StreamedExperts};
 pub use host_adam_w::{HostAdamW, HostAdamWConfig, StateBytes, Stepped};
 pub use offload::Offload;
 pub use options::{HookPoint, Method, OffloadConfig, TestHook};

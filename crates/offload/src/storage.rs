@@ -21,7 +21,7 @@ use training::layer_source::{LayerSource, is_placeholder};
 use crate::error::{Error, Result, refused};
 use crate::layout::{Extent, Layout, piece, view};
 pub(crate) use change_detection::{TensorVersions, unchanged};
-pub(crate) use in_file::{FileLocation, InFile, Source, own_folder};
+pub(crate) use in_file::{FileLocation, InFile, Source, own_folder, write_file};
 pub(crate) use in_source::InSource;
 
 /// Where layers are stored between their uses.

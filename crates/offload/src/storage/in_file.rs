@@ -101,7 +101,7 @@ impl Layer {
             .iter()
             .map(|&index| Ok((self.names[index].clone(), self.tensors[index].f_detach()?)))
             .collect::<Result<_>>()?;
-        write(&path, &tensors)?;
+        write_file(&path, &tensors)?;
         let written = TensorsFile::open(&path)?;
         let file = Arc::new(File::open(&path).map_err(|cause| unreadable(&path, &cause))?);
         for &index in members {
@@ -160,7 +160,8 @@ impl Layer {
     }
 }
 
-fn write(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
+/// Writes a new file in the safetensors format, without syncing it.
+pub(crate) fn write_file(path: &Path, tensors: &[(String, Tensor)]) -> Result<()> {
     let written = File::create_new(path).and_then(|file| {
         let mut out = BufWriter::new(file);
         tensors_file::write_to(&mut out, tensors)?;

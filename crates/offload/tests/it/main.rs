@@ -4,6 +4,7 @@ mod cuda;
 mod delays;
 mod device_memory;
 mod example;
+mod experts;
 mod failures;
 mod file_failures;
 mod fixtures_offload;
