@@ -153,6 +153,10 @@ impl Row {
     }
 
     fn tokens(&self) -> anyhow::Result<Tensor> {
+        // Equal tokens are given to the same experts, so that these have as many rows as any routing gives them.
+        if self.config.mixture.as_ref().is_some_and(|mixture| mixture.per_token < mixture.experts) {
+            return Ok(Tensor::f_full(self.batch, 7, (Kind::Int64, Device::Cpu))?);
+        }
         let vocabulary = self.config.vocab_size;
         let drawn =
             Generator::new(2)?.uniform(&self.batch, (0.0, vocabulary as f64), (Kind::Double, Device::Cpu))?;

@@ -3,7 +3,7 @@
 
 use kernels::nf4::Scales;
 use models::DecoderConfig;
-use models::llama::Family;
+use models::llama::{Family, Mixture};
 use offload::Method;
 use tch::{Device, Kind};
 use training::activations::LayerPlan::{
@@ -27,15 +27,19 @@ const ALL: Pass = Pass::Adapters {
 
 /// Returns all rows.
 pub fn rows() -> Vec<Row> {
-    let Shapes { square, wide, long, llama, qwen3, granite } = Shapes::new();
+    let Shapes { square, wide, long, llama, qwen3, granite, mixture, few_experts } = Shapes::new();
     // Without own bf16 products, libtorch's allocate packing buffers of up to 230 KB. That is a tenth of the smallest shape's peak, so the
     // shape is left out.
     let widens = frugal::planning::widens(Scales::Nested.kind(), Device::Cpu);
     let quantized_shapes = [&wide, &long].into_iter().skip(usize::from(!widens));
     [
-        [&square, &wide, &long, &llama].into_iter().flat_map(plans_and_methods).collect::<Vec<Row>>(),
+        [&square, &wide, &long, &llama, &mixture]
+            .into_iter()
+            .flat_map(plans_and_methods)
+            .collect::<Vec<Row>>(),
         other_family(&qwen3, RecomputeAttention),
         other_family(&granite, RecomputeMlp),
+        [&mixture, &few_experts].into_iter().flat_map(of_attention).collect(),
         [&square, &long].into_iter().flat_map(adapters).collect(),
         [&square, &long].into_iter().flat_map(dora_and_pissa).collect(),
         quantized_shapes.flat_map(quantized).collect(),
@@ -54,6 +58,10 @@ struct Shapes {
     llama: Row,
     qwen3: Row,
     granite: Row,
+    /// A mixture whose tokens are given to all experts.
+    mixture: Row,
+    /// A mixture whose tokens are equal, and so all given to the same experts.
+    few_experts: Row,
 }
 
 impl Shapes {
@@ -89,7 +97,23 @@ impl Shapes {
             logits_scaling: 8.0,
             ..llama.clone()
         };
+        let experts = |experts, per_token| DecoderConfig {
+            family: Family::Qwen3Moe,
+            tie_word_embeddings: false,
+            mixture: Some(Mixture {
+                experts,
+                per_token,
+                intermediate_size: 96,
+                shared: None,
+                normalizes: true,
+                step: 1,
+                dense_layers: Vec::new(),
+            }),
+            ..qwen3.clone()
+        };
         Self {
+            mixture: shaped("mixture", experts(3, 3), [3, 64]),
+            few_experts: shaped("mixture, equal tokens", experts(8, 2), [3, 64]),
             wide: Row { head: Head::Chunks(24), ..shaped("square", qwen2(300, 192, 768), [1, 24]) },
             long: Row { head: Head::Chunks(96), ..shaped("square", qwen2(500, 64, 192), [4, 96]) },
             llama: shaped("Llama, untied", llama, [3, 32]),
@@ -185,6 +209,24 @@ fn adapters(row: &Row) -> Vec<Row> {
         ]
     };
     [ATTENTION, ALL].iter().flat_map(rows_of).collect()
+}
+
+/// [`adapters`] on attention alone, with each activation plan, and inference.
+fn of_attention(row: &Row) -> Vec<Row> {
+    let row = row.with_pass(&ATTENTION);
+    let plans = [KeepAll, RecomputeElementwise, RecomputeMlp, RecomputeAttention, RecomputeAll];
+    let inference = row.with_pass(&Pass::Inference);
+    [
+        plans.map(|plan| row.placed(resident(plan)).with_optimizer(OptimizerPlace::Device)).to_vec(),
+        vec![
+            row.placed(offloaded(Method::Function, 1)),
+            row.placed(in_files(Method::Overlap, 2)),
+            row.placed(offloaded(Method::Overlap, 3)).with_optimizer(OptimizerPlace::Host),
+            inference.clone(),
+            inference.placed(offloaded(Method::Overlap, 2)),
+        ],
+    ]
+    .concat()
 }
 
 /// DoRA and PiSSA, with dropout and without. PiSSA's adapters are computed from the weights, which are on the device then.
