@@ -28,9 +28,10 @@ impl LayerType {
         [Self::Full, Self::Sliding, Self::Linear].into_iter().find(|kind| kind.name() == name).ok_or_else(
             || {
                 let reason = format!(
-                    "`layer_types` has a `{name}` layer; expected {} or {}",
+                    "`layer_types` has a `{name}` layer; expected {}, {} or {}",
                     Self::Full.name(),
-                    Self::Sliding.name()
+                    Self::Sliding.name(),
+                    Self::Linear.name()
                 );
                 Error::Config { what: WHAT, reason }
             },

@@ -25,6 +25,9 @@ const LOCAL_THETA: &str = "rope_local_base_freq";
 const PARTIAL: &str = "partial_rotary_factor";
 const ORIGINAL: &str = "original_max_position_embeddings";
 const TRUNCATE: &str = "truncate";
+/// How pairs are divided among the positions of an image's parts. A text has one position for all, so nothing is computed from these; a
+/// file that is written keeps them.
+const OF_IMAGES: [&str; 2] = ["mrope_section", "mrope_interleaved"];
 /// Optional numbers of [`Yarn`], in the order of its fields.
 const YARN_NUMBERS: [&str; 5] = ["beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim"];
 
@@ -276,6 +279,11 @@ pub(super) fn read(file: &mut HuggingFace, family: Family, positions: i64) -> Re
     let (parameters, scaling) = (file.rope_parameters.take(), file.rope_scaling.take());
     let spellings = RopeSpellings { parameters, scaling, theta: file.rope_theta, local_theta, partial };
     let [full, local] = spellings.join(family)?;
+    for name in OF_IMAGES {
+        if let Some(value) = full.numbers.get(name) {
+            file.other.insert(name.to_owned(), value.clone());
+        }
+    }
     let partial = full.optional(PARTIAL)?.or(facts.partial_rotation).unwrap_or(1.0);
     if partial != 1.0 && facts.partial_rotation.is_none() {
         return Err(refuse(format!(
@@ -318,6 +326,11 @@ pub(super) struct Written {
 pub(super) fn write(config: &DecoderConfig, other: &mut Map<String, Value>) -> Written {
     let theta = config.rope.theta;
     let mut parameters = RopeFields::from_frequencies(&config.rope);
+    for name in OF_IMAGES {
+        if let Some(value) = other.shift_remove(name) {
+            parameters.numbers.insert(name.to_owned(), value);
+        }
+    }
     let mut scaling = (config.rope.scaling != Scaling::None).then(|| parameters.clone());
     scaling.iter_mut().for_each(|scaling| drop(scaling.numbers.shift_remove(THETA)));
     if let Some(local) = &config.local_rope {

@@ -5,10 +5,7 @@ use decoder::DecoderConfig;
 use super::family::{Family, full_attention_interval};
 use crate::error::Result;
 use crate::json::Fields;
-use crate::value::{Array, Value};
-
-/// Pairs of a head that rotate by the time, the height and the width of an image's part, in every published Qwen3.5.
-const ROPE_SECTIONS: [i32; 4] = [11, 11, 10, 0];
+use crate::value::Value;
 
 /// Returns the keys of sizes, norms and scales; those of the rotary embedding are in `rope`.
 pub(super) fn keys(
@@ -45,8 +42,6 @@ pub(super) fn keys(
             ("ssm.group_count", count(linear.key_heads)),
             ("ssm.time_step_rank", count(linear.value_heads)),
             ("ssm.inner_size", count(linear.values().unwrap_or(u64::MAX))),
-            // Required; for text the positions of all sections are the same.
-            ("rope.dimension_sections", Value::Array(Array::I32(ROPE_SECTIONS.to_vec()))),
         ]);
     }
     let caps = [

@@ -17,7 +17,10 @@ use super::family::Family;
 use super::keys::{count, float};
 use crate::error::{Result, file_error, unsupported};
 use crate::json::Fields;
-use crate::value::Value;
+use crate::value::{Array, Value};
+
+/// `mrope_section`, where a file has none, by transformers.
+const SECTIONS: [i32; 3] = [11, 11, 10];
 
 /// The rotary embedding of a model's layers.
 struct Rope {
@@ -89,6 +92,28 @@ impl Rope {
         Ok(())
     }
 
+    /// Returns the pairs of a head that rotate by the time, the height and the width of an image's part, and by a fourth position that no
+    /// model has. llama.cpp requires them of an architecture that also reads images; the positions of a text are all the same.
+    fn sections(&self) -> Result<Vec<i32>> {
+        const KEY: &str = "mrope_section";
+        let pairs = |value: &Json| value.as_u64().and_then(|pairs| i32::try_from(pairs).ok());
+        let sections: Option<Vec<i32>> = match self.parameters.get(KEY) {
+            None => Some(SECTIONS.to_vec()),
+            Some(value) => value.as_array().and_then(|values| values.iter().map(pairs).collect()),
+        };
+        match sections {
+            Some(sections) if sections.len() == SECTIONS.len() => Ok([&sections[..], &[0]].concat()),
+            _ => {
+                let value = self.parameters.get(KEY).map_or_else(String::new, Json::to_string);
+                let reason = format!(
+                    "`{KEY}` of the rotary embedding is {value}; expected the numbers of pairs for time, height and width, such as \
+                     {SECTIONS:?}"
+                );
+                Err(file_error(&self.parameters.path, reason))
+            }
+        }
+    }
+
     /// Returns the number of a head's elements that rotate.
     fn rotated(&self, sizes: &Sizes) -> u64 {
         (sizes.head_dim as f64 * self.fraction) as u64
@@ -125,6 +150,9 @@ pub(super) fn keys(config: &Fields, family: &Family, sizes: &Sizes) -> Result<Ve
         vec![("rope.dimension_count", count(rope.rotated(sizes))), ("rope.freq_base", float(rope.base))];
     if let Some(base) = rope.window_base.filter(|_| family.local_theta.is_some()) {
         keys.push(("rope.freq_base_swa", float(base)));
+    }
+    if sizes.linear.is_some() {
+        keys.push(("rope.dimension_sections", Value::Array(Array::I32(rope.sections()?))));
     }
     match &*rope.kind {
         "linear" => {

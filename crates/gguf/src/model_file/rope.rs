@@ -5,7 +5,7 @@ use decoder::rope::{Frequencies, Scaling};
 use serde_json::{Map, Value as Json, json};
 
 use super::config::Tensors;
-use super::metadata::{Metadata, missing};
+use super::metadata::{Metadata, integers, missing};
 use crate::error::{Result, unsupported};
 use crate::model::Family;
 
@@ -46,7 +46,13 @@ pub(super) fn fields(
     {
         put("original_max_position_embeddings", original.into());
     }
-    if let Some(scaling) = scaling(metadata, tensors, (base, rotated), original)? {
+    let mut scaling = scaling(metadata, tensors, (base, rotated), original)?;
+    // Of an image's parts: the fourth position is of no model.
+    if let Some(sections) = metadata.get("rope.dimension_sections").and_then(integers) {
+        let sections = sections.get(..3).unwrap_or(&sections);
+        scaling.get_or_insert_with(|| json!({ "rope_type": "default" }))["mrope_section"] = json!(sections);
+    }
+    if let Some(scaling) = scaling {
         put("rope_scaling", scaling);
     }
     Ok(fields)

@@ -1,8 +1,8 @@
 //! The tensors of Qwen3.5's linear attention in a file.
 
 use expect_test::expect;
-use gguf::{FileType, Model};
-use serde_json::json;
+use gguf::{Array, FileType, Model, ModelFile, ReadOptions, Value};
+use serde_json::{Value as Json, json};
 
 use crate::tiny_model::{Tiny, value, values, written};
 
@@ -81,4 +81,31 @@ fn value_heads_of_linear_attention_have_another_order() {
     });
     let error = Model::open(tiny.folder.path()).unwrap_err().to_string();
     assert!(error.contains("llama.cpp takes every n-th layer as one that attends in full"), "{error}");
+}
+
+#[test]
+fn sections_of_images_are_those_of_the_configuration_in_both_directions() {
+    let sections = |rope: Json| {
+        let tiny = Tiny::of("qwen3_5_text");
+        tiny.change("config.json", |config| config["rope_parameters"] = rope);
+        let path = tiny.path("out.gguf");
+        let model = Model::open(tiny.folder.path()).unwrap();
+        let file = written(&model.convert(FileType::F32).map_err(|error| error.to_string())?, &path);
+        let read = ModelFile::open(&path, ReadOptions::default()).unwrap();
+        let read = read.config()["rope_scaling"]["mrope_section"].clone();
+        Ok::<_, String>((file.header().get("qwen35.rope.dimension_sections").cloned(), read))
+    };
+    let rope = json!({ "rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25 });
+    let with = |sections: Json| {
+        let mut rope = rope.clone();
+        rope["mrope_section"] = sections;
+        rope
+    };
+    let stored = |sections: [i32; 4]| Some(Value::Array(Array::I32(sections.to_vec())));
+    assert_eq!(sections(with(json!([1, 2, 3]))), Ok((stored([1, 2, 3, 0]), json!([1, 2, 3]))));
+    assert_eq!(sections(rope.clone()), Ok((stored([11, 11, 10, 0]), json!([11, 11, 10]))));
+    for wrong in [json!([1, 2]), json!([1, 2, -3]), json!("all")] {
+        let error = sections(with(wrong)).unwrap_err();
+        assert!(error.contains("expected the numbers of pairs for time, height and width"), "{error}");
+    }
 }

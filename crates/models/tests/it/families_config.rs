@@ -52,9 +52,14 @@ fn published_files_are_read_as_transformers_reads_them() {
     let mixture = check(Family::Qwen3Moe, [151_936, 2048, 6144, 48, 32, 4], fields, 30_532_122_624);
     assert_eq!(mixture.mixture_layers(), 48);
     // The defaults of transformers' Qwen3_5TextConfig, which are those of Qwen3.5-9B; the count is that of its `Qwen3_5ForCausalLM`.
-    let fields = json!({ "rope_parameters": { "rope_type": "default", "rope_theta": 1e7, "mrope_section": [11, 11, 10] } });
+    let rope = json!({ "rope_type": "default", "rope_theta": 1e7, "mrope_section": [12, 11, 9], "mrope_interleaved": true });
+    let fields = json!({ "rope_parameters": rope });
     let qwen35 = check(Family::Qwen35, [248_320, 4096, 12288, 32, 16, 4], fields, 8_953_803_264);
     assert_eq!((qwen35.rotary_dim(), qwen35.linear_layers()), (64, 24));
+    let again = serde_json::to_value(&qwen35).unwrap();
+    for name in ["mrope_section", "mrope_interleaved"] {
+        assert_eq!((&again["rope_parameters"][name], again.get(name)), (&rope[name], None));
+    }
     assert!((0..32).all(|layer| qwen35.is_linear(layer) == ((layer + 1) % 4 != 0)));
     // Qwen3_5MoeTextConfig, Qwen3.5-35B-A3B, without a width of an MLP.
     let mut written = file("qwen3_5_moe_text", [248_320, 2048, 0, 40, 16, 2], &json!({ "num_experts": 256 }));
@@ -219,6 +224,11 @@ fn what_is_not_supported_is_refused_by_name() {
             "qwen3",
             json!({ "layer_types": ["full_attention", "linear_attention", "full_attention", "full_attention"] }),
             "`layer_types` has a `linear_attention` layer, which `qwen3` does not have; expected full_attention or sliding_attention",
+        ),
+        (
+            "qwen3",
+            json!({ "layer_types": vec!["chunked_attention"; 4] }),
+            "`layer_types` has a `chunked_attention` layer; expected full_attention, sliding_attention or linear_attention",
         ),
         (
             "qwen3",
