@@ -25,7 +25,7 @@ use crate::writer::MAGIC;
 /// The name of the file that names the GGUF file.
 pub const POINTER: &str = "model.gguf.json";
 /// Version of what is written. Increased when the same file gives other files than before.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 
 /// Returns whether a file begins as a GGUF file does.
 pub fn is_gguf(path: &Path) -> bool {

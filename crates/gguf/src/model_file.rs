@@ -24,6 +24,8 @@ use crate::error::{Result, file_error, unsupported};
 use crate::model::{Family, TensorName, gguf_name, stored_shape};
 use crate::reader::Reader;
 use crate::tensor_type::TensorType;
+use crate::value::Value;
+use crate::writer::TensorInfo;
 use config::Tensors;
 use metadata::Metadata;
 use tied::Place;
@@ -132,6 +134,16 @@ impl ModelFile {
         self.files.iter().map(Reader::path)
     }
 
+    /// Returns the metadata's value of a key, such as `general.architecture`.
+    pub fn metadata(&self, key: &str) -> Option<&Value> {
+        self.files[0].header().get(key)
+    }
+
+    /// Returns the tensors as the files have them, also those that the model has no tensor for.
+    pub fn stored(&self) -> impl Iterator<Item = &TensorInfo> {
+        self.files.iter().flat_map(|file| &file.header().tensors)
+    }
+
     /// Returns the fields of a `config.json`.
     pub fn config(&self) -> &Map<String, Json> {
         &self.config
@@ -166,6 +178,7 @@ impl ModelFile {
     /// # Errors
     /// Rows that the tensor does not have.
     pub fn rows(&self, tensor: &FileTensor, rows: Range<u64>, values: &mut Vec<f32>) -> Result<()> {
+        self.check_rows(tensor, &rows)?;
         let (file, start) = (&self.files[tensor.place.file], values.len());
         let order = &tensor.rows;
         match (order.is_reordered(), &tensor.shape[..]) {
@@ -199,6 +212,7 @@ impl ModelFile {
         if !tensor.has_blocks() {
             return Ok(None);
         }
+        self.check_rows(tensor, &rows)?;
         let (file, position) = (&self.files[tensor.place.file], tensor.place.position);
         if !tensor.rows.is_reordered() {
             return file.raw(position, rows).map(|bytes| Some(bytes.into()));
@@ -209,6 +223,15 @@ impl ModelFile {
             blocks.extend_from_slice(file.raw(position, row..row + 1)?);
         }
         Ok(Some(blocks.into()))
+    }
+
+    /// Refuses rows that a tensor does not have, since another order would take others for them.
+    fn check_rows(&self, tensor: &FileTensor, rows: &Range<u64>) -> Result<()> {
+        let count = if tensor.shape.len() == 1 { 1 } else { tensor.shape[0] };
+        if rows.start <= rows.end && rows.end <= count {
+            return Ok(());
+        }
+        Err(file_error(self.path(), format!("no rows {rows:?} in `{}`, which has {count}", tensor.name)))
     }
 
     /// Releases the memory of a tensor's pages.
@@ -235,7 +258,7 @@ impl<'a> Contents<'a> {
         Self { files, places: files.iter().enumerate().flat_map(of_file).collect() }
     }
 
-    fn info(&self, place: Place) -> &'a crate::TensorInfo {
+    fn info(&self, place: Place) -> &'a TensorInfo {
         &self.files[place.file].header().tensors[place.position]
     }
 

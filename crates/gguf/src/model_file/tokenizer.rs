@@ -83,14 +83,17 @@ impl<'a> Tokens<'a> {
         self.all().map(|(id, text, _)| (text.to_owned(), id.into())).collect()
     }
 
-    fn added(&self) -> Vec<Json> {
+    /// The tokens that are found before a text is split. With `normalizes_blanks`, runs of blanks are found in the normalized text, where a
+    /// blank and a `▁` are the same.
+    fn added(&self, normalizes_blanks: bool) -> Vec<Json> {
         let added =
             self.all().filter(|(_, text, kind)| [CONTROL, USER_DEFINED].contains(kind) && !text.is_empty());
         added
             .map(|(id, text, kind)| {
+                let is_normalized = normalizes_blanks && text.chars().all(|letter| letter == ' ');
                 json!({
-                    "id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false, "normalized": false,
-                    "special": kind == CONTROL
+                    "id": id, "content": text, "single_word": false, "lstrip": false, "rstrip": false,
+                    "normalized": is_normalized, "special": kind == CONTROL
                 })
             })
             .collect()
@@ -107,6 +110,8 @@ struct Parts {
     decoder: Json,
     /// Whether llama.cpp puts the token that begins a text before each text, and the one that ends it behind, where the file does not say.
     adds: [bool; 2],
+    /// Whether tokens of blanks are found in the normalized text, as in Gemma's published tokenizer, whose vocabulary has them as `▁▁`.
+    normalizes_blanks: bool,
 }
 
 /// Returns the files by name.
@@ -132,7 +137,7 @@ pub(super) fn files(metadata: &Metadata<'_>) -> Result<Vec<(&'static str, String
     };
     let special = Special::new(metadata, &tokens, parts.adds);
     let tokenizer = json!({
-        "version": "1.0", "truncation": null, "padding": null, "added_tokens": tokens.added(),
+        "version": "1.0", "truncation": null, "padding": null, "added_tokens": tokens.added(parts.normalizes_blanks),
         "normalizer": parts.normalizer, "pre_tokenizer": parts.pre_tokenizer,
         "post_processor": special.post_processor(parts.post_processor), "decoder": parts.decoder, "model": parts.model,
     });

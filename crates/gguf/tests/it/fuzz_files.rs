@@ -10,7 +10,7 @@ use testing::fuzz::{self, Outcome};
 use crate::tiny_model::{Tiny, write_tensors};
 
 /// A folder in memory if possible: files are written tens of thousands of times.
-fn scratch() -> tempfile::TempDir {
+pub(crate) fn scratch() -> tempfile::TempDir {
     let memory = Path::new("/dev/shm");
     if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() }.unwrap()
 }

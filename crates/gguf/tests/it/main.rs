@@ -4,6 +4,7 @@ mod adapter;
 mod blocks;
 mod container;
 mod fuzz_files;
+mod fuzz_models;
 mod memory;
 mod model;
 mod model_file;

@@ -111,6 +111,19 @@ fn blocks_have_the_order_of_rows() {
     assert_eq!(model.blocks(norm, 0..1).unwrap(), None);
 }
 
+/// Also of a matrix whose rows have another order, where a row beyond the last would be another one.
+#[test]
+fn rows_beyond_the_last_are_an_error() {
+    let tiny = Tiny::of("qwen3_5_text");
+    let model = open(&exported(&tiny, FileType::F32)).unwrap();
+    for tensor in model.tensors() {
+        let rows = if tensor.shape.len() == 1 { 1 } else { tensor.shape[0] };
+        let error = model.rows(tensor, rows - 1..rows + 1, &mut Vec::new()).unwrap_err().to_string();
+        assert!(error.contains(&format!("in `{}`, which has {rows}", tensor.name)), "{error}");
+        assert_eq!(model.blocks(tensor, rows - 1..rows + 1).is_err(), tensor.has_blocks());
+    }
+}
+
 /// A file with other metadata and tensors than another; values are zeros where it has none.
 fn changed(path: &Path, change: impl FnOnce(&mut Header)) -> PathBuf {
     let file = gguf::Reader::open(path).unwrap();

@@ -224,7 +224,7 @@ fn gpt_2_has_llama_cpps_checksum() {
     assert_eq!(error.unwrap(), "gpt-2");
 }
 
-fn sentencepiece() -> serde_json::Value {
+pub(crate) fn sentencepiece() -> serde_json::Value {
     let mut vocab = serde_json::Map::new();
     for text in ["<unk>", "<s>", "</s>"] {
         vocab.insert(text.to_owned(), vocab.len().into());

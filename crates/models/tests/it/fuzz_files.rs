@@ -254,3 +254,43 @@ fn generation_config() {
         Outcome::Read
     });
 }
+
+/// A file with blocks of seven types, loaded in fp32 and kept in its blocks.
+#[cfg(feature = "gguf")]
+#[test]
+fn gguf_files_as_models() {
+    use kernels::quantized::blocks;
+
+    let good = concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/fixtures/gguf_merge/base.gguf");
+    let good = fs::read(good).unwrap();
+    // Where its tensors begin.
+    let header = 5184;
+    let scratch = scratch();
+    let (path, cache) = (scratch.path().join("x.gguf"), scratch.path().join("cache"));
+    fuzz::run("GGUF files as models", |random| {
+        let bytes = match random.below(4) {
+            0 => fuzz::bytes(random, &good),
+            _ => [fuzz::bytes(random, &good[..header]), good[header..].to_vec()].concat(),
+        };
+        fs::write(&path, &bytes).unwrap();
+        // Two files of one length may have the same time.
+        let _ = fs::remove_dir_all(&cache);
+        let open = || {
+            let folder = gguf::folder::make(&path, gguf::ReadOptions::default(), &cache).ok()?;
+            Folder::open(&folder).ok()
+        };
+        let Some(folder) = fuzz::within(64 * bytes.len() + (1 << 20), open) else { return Outcome::Refused };
+        for kind in [Kind::Float, blocks::KIND] {
+            let region = Region::start(Device::Cpu).unwrap();
+            let model = fuzz::within(64 * bytes.len() + (1 << 20), || folder.load(Some(kind), Device::Cpu));
+            assert!(model.is_ok_and(|model| model.decoder_config() == folder.config()), "{kind:?}");
+            let used = region.finish().unwrap().peak_above_start();
+            assert!(
+                used <= 32 * bytes.len() as u64 + (1 << 20),
+                "{used} bytes of tensors from {}",
+                bytes.len()
+            );
+        }
+        Outcome::Read
+    });
+}

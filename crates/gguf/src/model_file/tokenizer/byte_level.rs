@@ -58,5 +58,6 @@ pub(super) fn parts(metadata: &Metadata<'_>, tokens: &Tokens<'_>) -> Result<Part
         post_processor: Some(byte_level(false, false)),
         decoder: byte_level(false, true),
         adds: [adds_begin, false],
+        normalizes_blanks: false,
     })
 }

@@ -40,6 +40,7 @@ pub(super) fn parts(metadata: &Metadata<'_>, tokens: &Tokens<'_>) -> Result<Part
         post_processor: None,
         decoder: json!({ "type": "Sequence", "decoders": decoders }),
         adds: [true, false],
+        normalizes_blanks: !prefix,
     })
 }
 

@@ -47,6 +47,7 @@ pub(super) fn parts(metadata: &Metadata<'_>, tokens: &Tokens<'_>) -> Result<Part
         post_processor: None,
         decoder: metaspace,
         adds: [false, true],
+        normalizes_blanks: false,
     })
 }
 
