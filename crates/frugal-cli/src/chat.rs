@@ -34,7 +34,7 @@ Examples:
   frugal chat Qwen/Qwen2.5-0.5B-Instruct --system \"Answer in one sentence.\"
   printf 'Hello\\nAnd again\\n' | frugal chat run --quiet")]
 pub(crate) struct Chat {
-    /// A run's output folder, a model's folder or name on the hub, or an adapter's folder
+    /// A run's output folder, a model's folder, GGUF file or name on the hub, or an adapter's folder
     #[arg(value_name = "FOLDER_OR_MODEL")]
     target: String,
     #[command(flatten)]

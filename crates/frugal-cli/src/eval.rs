@@ -54,6 +54,7 @@ enum Grader {
     after_help = "\
 Examples:
   frugal eval --model run --data test.jsonl                        # mean loss and perplexity, on rows as in the training
+  frugal eval --model qwen.gguf --data wikitext-2/test.txt --max-length 512    # perplexity of a text, in rows of 512 tokens
   frugal eval --model run --questions qa.jsonl --grader number --out answers.jsonl
   frugal eval --model Qwen/Qwen2.5-0.5B --data gsm8k --split official --shots 8"
 )]

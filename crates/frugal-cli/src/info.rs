@@ -1,5 +1,6 @@
 //! `frugal info`.
 
+mod gguf_file;
 pub(crate) mod training;
 
 use std::path::Path;
@@ -25,7 +26,7 @@ use crate::output::figures::{grouped, share};
 
 #[derive(Args)]
 pub(crate) struct Info {
-    /// A run's output folder, a model's folder or name on the hub, or an adapter's folder
+    /// A run's output folder, a model's folder, GGUF file or name on the hub, or an adapter's folder
     #[arg(value_name = "NAME_OR_FOLDER")]
     folder: String,
     /// Base model of an adapter, to show the share of trainable parameters
@@ -79,7 +80,9 @@ fn of_model(common: &Common, arguments: &Info, folder: &Folder) -> anyhow::Resul
     let heads = format!("{} query, {} key-value", config.num_attention_heads, config.num_key_value_heads);
     let tied = if config.tie_word_embeddings { "tied to the embedding" } else { "of its own" };
     let targets = targets(&adapter);
-    Ok(vec![
+    let file = folder.gguf_file().map(gguf_file::lines).transpose()?.unwrap_or_default();
+    let has_tokenizer = folder.tokenizer().is_some();
+    let own = vec![
         ("model", config.family.architecture().to_owned(), json!(config.family.architecture())),
         ("parameters", grouped(parameters), json!(parameters)),
         ("dtype", dtype.clone(), json!(dtype)),
@@ -94,17 +97,17 @@ fn of_model(common: &Common, arguments: &Info, folder: &Folder) -> anyhow::Resul
             grouped(config.max_position_embeddings.cast_unsigned()),
             json!(config.max_position_embeddings),
         ),
-        (
-            "tokenizer",
-            if folder.tokenizer().is_some() { "yes" } else { "no" }.to_owned(),
-            json!(folder.tokenizer().is_some()),
-        ),
+        ("tokenizer", if has_tokenizer { "yes" } else { "no" }.to_owned(), json!(has_tokenizer)),
         (
             "trainable",
             format!("{} with adapters of rank {} on {targets}", share(trained, all), adapter.r),
             json!(trained),
         ),
-    ])
+    ];
+    // What a GGUF file says about itself comes first, and in place of what a folder says.
+    let known: Vec<&str> = file.iter().map(|(name, ..)| *name).collect();
+    let rest: Vec<Line> = own.into_iter().filter(|(name, ..)| !known.contains(name)).collect();
+    Ok([file, rest].concat())
 }
 
 fn of_adapter(arguments: &Info, path: &Path) -> anyhow::Result<Vec<Line>> {

@@ -15,6 +15,7 @@ mod data_notes;
 mod device_note;
 mod export;
 mod finetune;
+mod gguf_merge;
 mod gguf_models;
 mod gsm8k_format;
 mod guide;

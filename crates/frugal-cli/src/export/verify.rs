@@ -10,7 +10,7 @@ use frugal::llama_cpp::{LlamaCpp, Request};
 use frugal::planning;
 use gguf::{FileType, Model, ModelFile, ReadOptions};
 use models::Llama;
-use models::hugging_face::Folder;
+use models::hugging_face::{Folder, tensor_name};
 use models::module::{Input, LanguageModel};
 use models::state_dict::state_dict;
 use serde_json::{Value, json};
@@ -185,7 +185,8 @@ fn log_probabilities(files: &Files<'_>, prompts: &[Vec<u32>]) -> anyhow::Result<
 fn copy_stored(model: &Llama, file: &Path) -> anyhow::Result<()> {
     let file = ModelFile::open(file, ReadOptions::default())?;
     for (name, mut tensor) in state_dict(model) {
-        let Some(stored) = file.tensor(&name).filter(|stored| stored.shape.len() == 2) else { continue };
+        let stored = file.tensor(&tensor_name(&name));
+        let Some(stored) = stored.filter(|stored| stored.shape.len() == 2) else { continue };
         let mut values = Vec::new();
         file.rows(stored, 0..stored.shape[0], &mut values)?;
         file.forget(stored)?;

@@ -76,7 +76,7 @@ fn fixtures_llama_cpp_computes_the_models_log_probabilities() {
     for name in ["llama", "qwen2"] {
         fixture(&tiny, name);
         let export = |rest: &str| {
-            let (out, _) = tiny.succeed(&format!("export --model {name} --verify --json {rest}"));
+            let (out, _) = tiny.succeed(&format!("export --model {name} --verify --overwrite --json {rest}"));
             let figure = result(&out)["verified"]["largest_difference"].as_f64().unwrap();
             eprintln!("{name}, {rest}: {figure:.1e}");
             figure
