@@ -61,6 +61,9 @@ def cases(wide):
         rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=32, beta_fast=4.0, truncate=False,
         mscale=0.5, mscale_all_dim=1.5,
     )
+    sink_yarn = dict(
+        rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=32, beta_fast=4.0, beta_slow=1.0, truncate=False,
+    )
     llama3 = dict(
         rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
         original_max_position_embeddings=16,
@@ -92,6 +95,10 @@ def cases(wide):
             {name: value for name, value in deltas.items() if name != "intermediate_size"}, rope_parameters=partial,
             layer_types=[FULL if layer == 1 else LINEAR for layer in range(deltas["num_hidden_layers"])],
             linear_num_value_heads=4, **experts, shared_expert_intermediate_size=experts["moe_intermediate_size"] + 4)),
+        # Windows in every other layer, the first among them; limits that clamp some numbers.
+        "gpt_oss": ("GptOss", dict(
+            own, intermediate_size=hidden + 4, num_hidden_layers=layers + 1, num_local_experts=8 if wide else 4,
+            num_experts_per_tok=3 if wide else 2, rope_parameters=sink_yarn, sliding_window=window, swiglu_alpha=1.5, swiglu_limit=2.0)),
         "mistral": ("Mistral", dict(own, rope_parameters=DEFAULT, sliding_window=window)),
         "smollm3": ("SmolLM3", dict(
             sizes, rope_parameters=DEFAULT, no_rope_layers=[int(layer != 1) for layer in range(layers)], use_sliding_window=True,
@@ -130,10 +137,17 @@ def summary(gradient):
     return torch.stack([flat.norm(), flat @ torch.sin(index + 1), flat @ torch.cos(0.7 * index)])
 
 
-def of_experts(name, gradient):
-    """Names and gradients of the experts' own tensors, which files have, for a tensor that holds those of all experts."""
+def of_experts(name, gradient, transposed):
+    """Names and gradients of the experts' own tensors, for a tensor that holds those of all experts."""
     for expert, one in enumerate(gradient):
-        if name.endswith("gate_up_proj"):
+        if transposed:
+            base, kind = (name[: -len("_bias")], "bias") if name.endswith("_bias") else (name, "weight")
+            if base.endswith("gate_up_proj"):
+                for part, half in zip(("gate_proj", "up_proj"), (one[..., 0::2], one[..., 1::2])):
+                    yield base.replace("gate_up_proj", f"{expert}.{part}.{kind}"), half.t().contiguous()
+            else:
+                yield base.replace("down_proj", f"{expert}.down_proj.{kind}"), one.t().contiguous()
+        elif name.endswith("gate_up_proj"):
             for part, half in zip(("gate_proj", "up_proj"), one.chunk(2)):
                 yield name.replace("gate_up_proj", f"{expert}.{part}.weight"), half
         else:
@@ -146,7 +160,8 @@ def summaries(model):
     for name, tensor in model.named_parameters():
         if tensor.requires_grad:
             name = name.replace(".default", "")
-            trained |= dict(of_experts(name, tensor.grad)) if ".experts." in name else {name: tensor.grad}
+            transposed = model.config.model_type == "gpt_oss"
+            trained |= dict(of_experts(name, tensor.grad, transposed)) if ".experts." in name else {name: tensor.grad}
     return torch.stack([summary(trained[name]) for name in sorted(trained)])
 
 
@@ -185,6 +200,10 @@ def make(folder, name, options, wide, seed):
     model = getattr(transformers, f"{name}ForCausalLM")(config).eval()
     with torch.no_grad():
         for path, parameter in model.named_parameters():
+            if path.endswith("sinks"):
+                # As large as scores.
+                parameter.normal_()
+                continue
             if path.endswith("A_log"):
                 # Slow decays, with which a leak between documents or a wrong state shows.
                 parameter.uniform_(-4, -2)
@@ -223,7 +242,7 @@ def make(folder, name, options, wide, seed):
     torch.manual_seed(seed + 1)
     adapted = peft.get_peft_model(load(folder), peft.LoraConfig(
         r=2, lora_alpha=6, lora_dropout=0.0, task_type="CAUSAL_LM",
-        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"] if name == "Qwen3Moe" else "all-linear")).eval()
+        target_modules=["q_proj", "k_proj", "v_proj", "o_proj"] if name in ("Qwen3Moe", "GptOss") else "all-linear")).eval()
     with torch.no_grad():
         for parameter in adapted.parameters():
             if parameter.requires_grad:
@@ -237,6 +256,49 @@ def make(folder, name, options, wide, seed):
     tensors["gradients"] = summaries(adapted)
     save_file(tensors, folder / "adapter_cases.safetensors")
     return min(margin, other), max(rounding(adapted, inputs), rounding(load(folder), inputs))
+
+
+def make_mxfp4(folder, seed):
+    """A gpt-oss with experts in random blocks of MXFP4, as published files have them, and the logits of transformers, which dequantizes."""
+    torch.manual_seed(seed)
+    if folder.exists():
+        shutil.rmtree(folder)
+    experts, hidden, inner = 3, 32, 64
+    config = transformers.GptOssConfig(
+        vocab_size=40, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, max_position_embeddings=256, num_local_experts=experts, num_experts_per_tok=2, sliding_window=5, **COMMON)
+    model = transformers.GptOssForCausalLM(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if not path.endswith("norm.weight"):
+                parameter.normal_(0, 0.4)
+    state = {}
+    for name, tensor in model.state_dict().items():
+        if name.endswith("experts.gate_up_proj") or name.endswith("experts.down_proj"):
+            rows, columns = (2 * inner, hidden) if "gate_up" in name else (hidden, inner)
+            blocks = (experts, rows, columns // 32)
+            state[f"{name}_blocks"] = torch.randint(0, 256, (*blocks, 16), dtype=torch.uint8)
+            state[f"{name}_scales"] = torch.randint(121, 127, blocks, dtype=torch.uint8)
+        else:
+            state[name] = tensor.contiguous()
+    folder.mkdir(parents=True)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads(config.to_json_string()) | {
+        "architectures": ["GptOssForCausalLM"],
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"],
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    config._attn_implementation = config._experts_implementation = "eager"
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=torch.bfloat16, quantization_config=transformers.Mxfp4Config(dequantize=True)).float().eval()
+    tokens = torch.randint(3, 40, (2, 13))
+    with torch.no_grad():
+        logits = read(input_ids=tokens).logits
+    save_file({"input_ids": tokens, "logits": logits.contiguous()}, folder / "cases.safetensors")
 
 
 def make_all(root, wide, seed):
@@ -294,6 +356,7 @@ def main():
     transformers.utils.logging.disable_progress_bar()
     if args.write:
         make_all(args.write, False, 11)
+        make_mxfp4(args.write / "gpt_oss_mxfp4", 11)
         return
     if not args.program or not args.records:
         parser.error("give --program, the path of our `experiments`, and --records")

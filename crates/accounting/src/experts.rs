@@ -18,7 +18,7 @@
 //! use accounting::model::{Decoder, ExpertSizes, Family, Sizes};
 //!
 //! let qwen3 = accounting::presets::find("qwen3-0.6b")?;
-//! let experts = ExpertSizes { layers: 48, count: 128, per_token: 8, feed_forward: 768, shared: 0 };
+//! let experts = ExpertSizes { layers: 48, count: 128, per_token: 8, feed_forward: 768, shared: 0, biases: false };
 //! let sizes = Sizes { family: Family::Qwen3Moe, hidden: 2048, embedding: 2048, layers: 48, experts: Some(experts), ..*qwen3 };
 //! let model = Decoder::new(sizes)?;
 //! // One token reads 8 experts of 4.72 million weights in each of 48 layers.

@@ -13,6 +13,7 @@
 //! | [`Qwen35`](Family::Qwen35) | linear attention in most layers; in the others as Qwen3 with a gate, `d → 2hk` | SwiGLU `3 · d · f` | RMSNorm | rotary |
 //! | [`Qwen35Moe`](Family::Qwen35Moe) | as Qwen3.5 | as Qwen3-MoE, with an expert for every token and its gate | RMSNorm | rotary |
 //! | [`Qwen3Moe`](Family::Qwen3Moe) | as Qwen3 | SwiGLU `3 · d · f` in each of the experts, a router | RMSNorm | rotary |
+//! | [`GptOss`](Family::GptOss) | as Qwen2, all four with biases, a sink for each head | clamped SwiGLU `3 · d · f` with biases in each of the experts, a router | RMSNorm | rotary |
 //! | [`Olmo2`](Family::Olmo2) | the same, queries and keys normalised as a whole | SwiGLU `3 · d · f` | RMSNorm after each branch | rotary |
 //! | [`Phi3`](Family::Phi3) | one `d → hk + 2nk` | SwiGLU, `d → 2f` and `f → d` | RMSNorm | rotary |
 //! | [`Gemma3`](Family::Gemma3) ([`Gemma2`](Family::Gemma2)) | as Qwen3 (Llama) | GELU-gated, `3 · d · f` | RMSNorm × 4 | rotary |
@@ -28,7 +29,7 @@
 use std::ops::Deref;
 use std::path::Path;
 
-use decoder::{DecoderConfig, NormPlacement, Projection, QueryKeyNorm, ROUTER, SHARED_EXPERT_GATE, Width};
+use decoder::{DecoderConfig, NormPlacement, Projection, QueryKeyNorm, SHARED_EXPERT_GATE, Width};
 
 use crate::exact::positive;
 use crate::{Error, exact};
@@ -339,7 +340,7 @@ impl Decoder {
 
     /// The router of a mixture of experts.
     pub(crate) fn router(&self, experts: ExpertSizes) -> Linear {
-        Linear::new(ROUTER, Part::FeedForward, self.hidden, experts.count, false)
+        Linear::new(self.family.router(), Part::FeedForward, self.hidden, experts.count, experts.biases)
     }
 
     /// The products of a block with an ordinary MLP and without linear attention.

@@ -8,7 +8,9 @@
 #[cfg(test)]
 mod tests;
 
-use decoder::{EXPERT_PROJECTIONS, LINEAR_ATTENTION, SHARED_EXPERT, SHARED_EXPERT_GATE, expert_projection};
+use decoder::{
+    EXPERT_PROJECTIONS, LINEAR_ATTENTION, SHARED_EXPERT, SHARED_EXPERT_GATE, SINKS, expert_projection,
+};
 
 use crate::model::{Decoder, ExpertSizes, Family, Linear, Part};
 use crate::{Error, exact};
@@ -75,8 +77,15 @@ impl Decoder {
         let total = self.parameters()?;
         let Some(experts) = self.experts else { return Ok(total) };
         let idle = experts.count - experts.per_token;
-        let terms = [experts.layers, idle, 3, self.hidden, experts.feed_forward];
-        Ok(total - exact::product("parameters of idle experts", &terms)?)
+        let weights = exact::product("weights of an expert", &[3, self.hidden, experts.feed_forward])?;
+        let biases = match experts.biases {
+            true => {
+                exact::sum("biases of an expert", [experts.feed_forward, experts.feed_forward, self.hidden])?
+            }
+            false => 0,
+        };
+        let each = exact::sum("parameters of an expert", [weights, biases])?;
+        Ok(total - exact::product("parameters of idle experts", &[experts.layers, idle, each])?)
     }
 
     fn all_block_parameters(&self) -> Result<u64, Error> {
@@ -218,6 +227,9 @@ impl Decoder {
         let linears = self.dense_linears()?;
         let attention = linears.iter().filter(|linear| linear.part == Part::Attention);
         let mut tensors: Vec<_> = attention.flat_map(|linear| self.linear_tensors(linear)).collect();
+        if self.family.facts().has_sinks {
+            tensors.push(tensor(SINKS, &[self.heads], Part::Attention));
+        }
         for (name, (width, _)) in
             self.family.query_key_norm_names().iter().zip(self.query_key_norms()?.into_iter().flatten())
         {
@@ -261,10 +273,13 @@ impl Decoder {
                 tensors.extend(self.linear_tensors(&self.router(experts)));
                 let shapes = [[inner, hidden], [inner, hidden], [hidden, inner]];
                 for expert in 0..experts.count {
-                    tensors.extend(EXPERT_PROJECTIONS.iter().zip(&shapes).map(|(name, shape)| {
-                        let name = format!("{}.weight", expert_projection(expert, name));
-                        tensor(&name, shape, Part::FeedForward)
-                    }));
+                    for (name, shape) in EXPERT_PROJECTIONS.iter().zip(&shapes) {
+                        let name = expert_projection(expert, name);
+                        tensors.push(tensor(&format!("{name}.weight"), shape, Part::FeedForward));
+                        if experts.biases {
+                            tensors.push(tensor(&format!("{name}.bias"), &shape[..1], Part::FeedForward));
+                        }
+                    }
                 }
                 if experts.shared > 0 {
                     let shared = experts.shared;

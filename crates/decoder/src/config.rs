@@ -17,7 +17,7 @@ use serde_json::{Map, Value};
 
 pub use layers::{LayerType, LongRope};
 pub use linear_attention::LinearAttention;
-pub use mixture::Mixture;
+pub use mixture::{ClampedSwiglu, Mixture};
 pub use nested::text_config;
 pub use rope_file::{RopeFields, RopeSpellings};
 

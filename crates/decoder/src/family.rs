@@ -36,6 +36,8 @@ pub enum AttentionBias {
     QueriesKeysValues,
     /// All have biases if `attention_bias` is true.
     Configured,
+    /// All have biases unless `attention_bias` is false.
+    UnlessFalse,
     /// All have biases.
     All,
 }
@@ -103,6 +105,11 @@ pub struct Facts {
     pub has_long_rope: bool,
     /// Whether layers have a [`Mixture`](crate::Mixture) of experts in place of the MLP.
     pub has_experts: bool,
+    /// Whether a mixture is gpt-oss's: the router, which is `mlp.router`, and the experts have biases, and the experts' SwiGLU is
+    /// [clamped](crate::ClampedSwiglu).
+    pub has_clamped_experts: bool,
+    /// Whether each query head has a sink, `self_attn.sinks`: a score whose weight multiplies no value.
+    pub has_sinks: bool,
     /// Whether a mixture also has an expert that computes every token, and normalises the others' weights in any case.
     pub has_shared_expert: bool,
     /// Whether the branches of a block, the embedding, the scores and the logits have factors.
@@ -173,6 +180,8 @@ families! {
         partial_rotation: None,
         has_long_rope: false,
         has_experts: false,
+        has_clamped_experts: false,
+        has_sinks: false,
         has_shared_expert: false,
         has_multipliers: false,
         softcaps: None,
@@ -241,6 +250,25 @@ families! {
         has_experts: true,
         has_shared_expert: true,
         ..QWEN35
+    }
+
+    /// gpt-oss: attention sinks, windows in every other layer, and a mixture of experts with biases and a clamped SwiGLU.
+    GptOss = GPT_OSS {
+        model_type: "gpt_oss",
+        architecture: "GptOssForCausalLM",
+        attention_bias: AttentionBias::UnlessFalse,
+        reads_mlp_bias: false,
+        windows: Windows::Configured,
+        window_rule: WindowRule::Alternate,
+        has_experts: true,
+        has_clamped_experts: true,
+        has_sinks: true,
+        positions: 131_072,
+        eps: 1e-5,
+        theta: 150_000.0,
+        head_dim: Some(64),
+        window: Some(128),
+        ..LLAMA
     }
 
     /// Mistral: a sliding window, in later versions none.
@@ -421,7 +449,7 @@ impl Facts {
             (BiasOption::Mlp, _) => self.reads_mlp_bias && mlp_bias,
             (_, AttentionBias::None) => false,
             (_, AttentionBias::All) => true,
-            (_, AttentionBias::Configured) => attention_bias,
+            (_, AttentionBias::Configured | AttentionBias::UnlessFalse) => attention_bias,
             (option, AttentionBias::QueriesKeysValues) => option == BiasOption::QueriesKeysValues,
         }
     }
@@ -445,7 +473,7 @@ pub(crate) fn why_not(name: &str) -> Option<&'static str> {
     let name = name.to_ascii_lowercase();
     let has = |parts: &[&str]| parts.iter().any(|part| name.contains(part));
     if has(&["moe", "mixtral"]) {
-        Some("of the mixtures of experts, qwen3_moe and qwen3_5_moe_text are supported")
+        Some("of the mixtures of experts, qwen3_moe, qwen3_5_moe_text and gpt_oss are supported")
     } else if has(&["qwen3_next", "qwen3next"]) {
         Some(
             "the projections of its linear attention are grouped by key head, which is not supported; qwen3_5_text is",

@@ -37,8 +37,8 @@ pub mod strict_json;
 mod tensors;
 
 pub use config::{
-    AttentionPath, DecoderConfig, LayerType, LinearAttention, LongRope, Mixture, RopeFields, RopeSpellings,
-    text_config,
+    AttentionPath, ClampedSwiglu, DecoderConfig, LayerType, LinearAttention, LongRope, Mixture, RopeFields,
+    RopeSpellings, text_config,
 };
 pub use error::{Error, Result};
 pub use family::{AttentionBias, Facts, Family, NormPlacement, QueryKeyNorm, WindowRule, Windows};
@@ -46,6 +46,6 @@ pub use presets::{PRESETS, Preset};
 pub use shapes::{EMBEDDING, LM_HEAD};
 pub use sizes::{ExpertSizes, LinearSizes, Sizes, WindowedLayers};
 pub use tensors::{
-    BiasOption, EXPERT_PROJECTIONS, LINEAR_ATTENTION, Projection, ROUTER, SHARED_EXPERT, SHARED_EXPERT_GATE,
-    Width, expert_projection, is_kept_wide, part_not_read, parts_not_read,
+    BiasOption, CLAMPED_ROUTER, EXPERT_PROJECTIONS, LINEAR_ATTENTION, Projection, ROUTER, SHARED_EXPERT,
+    SHARED_EXPERT_GATE, SINKS, Width, expert_projection, is_kept_wide, part_not_read, parts_not_read,
 };

@@ -3,8 +3,8 @@
 use crate::config::DecoderConfig;
 use crate::family::QueryKeyNorm;
 use crate::tensors::{
-    EXPERT_PROJECTIONS, LINEAR_ATTENTION, LINEAR_INPUTS, Projection, ROUTER, SHARED_EXPERT,
-    SHARED_EXPERT_GATE, Width, expert_projection,
+    EXPERT_PROJECTIONS, LINEAR_ATTENTION, LINEAR_INPUTS, Projection, SHARED_EXPERT, SHARED_EXPERT_GATE,
+    SINKS, Width, expert_projection,
 };
 
 /// The name of the embedding's tensor, without Hugging Face's `model.`.
@@ -61,7 +61,7 @@ impl DecoderConfig {
     /// Returns the name (without Hugging Face's `model.`) and `[in, out]` of every projection of the blocks, and of a head that is
     /// not tied. Routers and experts of a mixture are not listed: adapters cannot replace them.
     pub fn projections(&self) -> Vec<(String, [i64; 2])> {
-        let of_mixture = [format!(".{ROUTER}."), ".mlp.experts.".to_owned()];
+        let of_mixture = [format!(".{}.", self.family.router()), ".mlp.experts.".to_owned()];
         let is_listed = |name: &str| name != EMBEDDING && !of_mixture.iter().any(|part| name.contains(part));
         let all = self.shapes().into_iter().filter(|(name, _)| is_listed(name));
         let matrix = |(name, shape): (String, Vec<i64>)| match shape[..] {
@@ -99,18 +99,27 @@ impl DecoderConfig {
             shapes.extend(projections.flatten());
         } else {
             shapes.extend(attention.into_iter().flat_map(projection));
+            if self.family.facts().has_sinks {
+                shapes.push((SINKS.to_owned(), vec![self.num_attention_heads]));
+            }
             shapes.extend(self.family.query_key_norm_names().iter().zip(norm_widths).map(norm));
         }
         match self.mixture.as_ref().filter(|_| has_experts) {
             None => shapes.extend(mlp.into_iter().flat_map(projection)),
             Some(mixture) => {
                 let (hidden, inner) = (self.hidden_size, mixture.intermediate_size);
-                shapes.push((format!("{ROUTER}.weight"), vec![mixture.experts, hidden]));
+                let has_biases = mixture.clamped.is_some();
+                let named = |name: &str, [out, inner]: [i64; 2]| {
+                    let bias = has_biases.then(|| (format!("{name}.bias"), vec![out]));
+                    std::iter::once((format!("{name}.weight"), vec![out, inner])).chain(bias)
+                };
+                shapes.extend(named(self.family.router(), [mixture.experts, hidden]));
                 let widths = [[inner, hidden], [inner, hidden], [hidden, inner]];
                 for expert in 0..u64::try_from(mixture.experts).unwrap_or(0) {
-                    shapes.extend(EXPERT_PROJECTIONS.iter().zip(widths).map(|(name, shape)| {
-                        (format!("{}.weight", expert_projection(expert, name)), shape.to_vec())
-                    }));
+                    let projections = EXPERT_PROJECTIONS.iter().zip(widths);
+                    shapes.extend(
+                        projections.flat_map(|(name, shape)| named(&expert_projection(expert, name), shape)),
+                    );
                 }
                 if let Some(shared) = mixture.shared {
                     let widths = [[shared, hidden], [shared, hidden], [hidden, shared]];

@@ -62,6 +62,8 @@ pub struct ExpertSizes {
     pub feed_forward: u64,
     /// Inner width of the expert that computes every token; 0 without one.
     pub shared: u64,
+    /// Whether the router and the experts have biases.
+    pub biases: bool,
 }
 
 /// Layers with linear attention.
@@ -157,6 +159,7 @@ impl DecoderConfig {
                 per_token: size(mixture.per_token),
                 feed_forward: size(mixture.intermediate_size),
                 shared: size(mixture.shared.unwrap_or(0)),
+                biases: mixture.clamped.is_some(),
             }),
             linear: self.linear_attention.filter(|_| self.linear_layers() > 0).map(|linear| LinearSizes {
                 layers: self.linear_layers() as u64,

@@ -143,8 +143,14 @@ const GPT2_LIKE: [Projection; 6] = [
     projection("linear2", FeedForward, Hidden, Always),
 ];
 
-/// The router of a mixture of experts, `[experts, hidden]`.
+/// The router of a mixture of experts, `[experts, hidden]`; of gpt-oss [`CLAMPED_ROUTER`].
 pub const ROUTER: &str = "mlp.gate";
+
+/// The router of a mixture with [clamped experts](crate::Facts::has_clamped_experts).
+pub const CLAMPED_ROUTER: &str = "mlp.router";
+
+/// The sinks of a block's query heads, `[heads]`, in a family that has some.
+pub const SINKS: &str = "self_attn.sinks";
 
 /// The expert that computes every token.
 pub const SHARED_EXPERT: &str = "mlp.shared_expert";
@@ -182,6 +188,11 @@ impl Family {
     /// Returns the projections of linear attention, in order of execution; empty for a family without.
     pub const fn linear_projections(self) -> &'static [Projection] {
         if self.facts().has_linear_layers { &LINEAR } else { &[] }
+    }
+
+    /// Returns the name of a mixture's router.
+    pub const fn router(self) -> &'static str {
+        if self.facts().has_clamped_experts { CLAMPED_ROUTER } else { ROUTER }
     }
 
     /// Returns the names of a block's norms, in order of execution.

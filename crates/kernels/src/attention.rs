@@ -9,6 +9,9 @@
 //! With a window w, scores exist for i − w < j ≤ i: blocks without one are skipped. With a cap c, s is replaced by s' = c·tanh(s/c), and the
 //! gradient of s is z times 1 − (s'/c)².
 //!
+//! With a sink a of the head (gpt-oss), one more score a has no value: L_i = ln(e^a + Σ_j exp(s_ij)), so the weights of a query sum to less than
+//! 1. The gradients of q, k and v are as above with this L and this o; that of a is −Σ_i exp(a − L_i)·d_i.
+//!
 //! As in FlashAttention-2 (Dao, arXiv:2307.08691), blocks of scores are computed while they are in the cache, with a running maximum and
 //! sum for each query; backward computes them again. Kept are q, k, v, o and one number L for each query and head. fp32, bf16 and fp16 are
 //! computed in fp32 and rounded once, f64 in f64.
@@ -45,14 +48,16 @@ pub fn takes(device: Device, kind: Kind) -> bool {
 }
 
 /// Options of [`causal_attention`].
-#[derive(Debug, Clone, Copy, Default, PartialEq)]
-pub struct CausalOptions {
+#[derive(Debug, Clone, Copy, Default)]
+pub struct CausalOptions<'a> {
     /// Factor of the scores; 1/√head if absent.
     pub scale: Option<f64>,
     /// Number of tokens that a query attends to, itself included; all before it if absent.
     pub window: Option<i64>,
     /// c of c·tanh(s/c), which replaces a score s.
     pub cap: Option<f64>,
+    /// The sink of each head, `[heads]` of any floating dtype, neither scaled nor capped; gets a gradient.
+    pub sinks: Option<&'a Tensor>,
 }
 
 /// Computes causal attention of q `[batch, heads, tokens, head]` over k and v `[batch, kv_heads, tokens, head]`, of one dtype, and returns the
@@ -75,16 +80,15 @@ pub struct CausalOptions {
 /// assert!((o - expected).abs().max().double_value(&[]) < 1e-5);
 /// # Ok::<(), runtime::Error>(())
 /// ```
-pub fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: CausalOptions) -> Result<Tensor> {
-    let CausalOptions { scale, window, cap } = options;
+pub fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: CausalOptions<'_>) -> Result<Tensor> {
+    let CausalOptions { scale, window, cap, sinks } = options;
     check_options(window, cap)?;
     let scale = match scale {
         Some(scale) => scale,
         None => 1.0 / (TensorLayout::of(q)?.size().last().copied().unwrap_or(1) as f64).sqrt(),
     };
     let scores = Scores { scale, window: window.map(|window| window as usize), cap };
-    let [y] = autograd::apply(Causal { scores, joint: None }, &[q, k, v])?;
-    Ok(y)
+    apply(Causal { scores, joint: None }, [q, k, v], sinks)
 }
 
 /// Computes [`causal_attention`] of q `[batch, tokens, heads·head]` over k and v `[batch, tokens, kv_heads·head]`, as projections return
@@ -97,13 +101,20 @@ pub fn causal_attention_of_rows(
     k: &Tensor,
     v: &Tensor,
     head: i64,
-    options: CausalOptions,
+    options: CausalOptions<'_>,
 ) -> Result<Tensor> {
-    let CausalOptions { scale, window, cap } = options;
+    let CausalOptions { scale, window, cap, sinks } = options;
     check_options(window, cap)?;
     let scale = scale.unwrap_or_else(|| 1.0 / (head as f64).sqrt());
     let scores = Scores { scale, window: window.map(|window| window as usize), cap };
-    let [y] = autograd::apply(Causal { scores, joint: Some(head) }, &[q, k, v])?;
+    apply(Causal { scores, joint: Some(head) }, [q, k, v], sinks)
+}
+
+fn apply(function: Causal, [q, k, v]: [&Tensor; 3], sinks: Option<&Tensor>) -> Result<Tensor> {
+    let [y] = match sinks {
+        Some(sinks) => autograd::apply(function, &[q, k, v, sinks])?,
+        None => autograd::apply(function, &[q, k, v])?,
+    };
     Ok(y)
 }
 
@@ -126,6 +137,8 @@ pub struct SingleQueryOptions<'a> {
     pub scale: Option<f64>,
     /// c of c·tanh(s/c), which replaces a score s.
     pub cap: Option<f64>,
+    /// The sink of each head, `[heads]` of any floating dtype.
+    pub sinks: Option<&'a Tensor>,
 }
 
 /// Computes attention of one query of each head, q `[batch, heads, head]`, over all of k and v `[batch, kv_heads, keys, head]`, the step of
@@ -166,9 +179,10 @@ pub fn single_query_attention(
     let [q, k, v] = [readable(q)?, readable(k)?, readable(v)?];
     let o = Tensor::f_empty([batch, heads, head], (q.kind(), q.device()))?;
     let scale = options.scale.unwrap_or_else(|| 1.0 / (head as f64).sqrt());
+    let sinks = options.sinks.map(|sinks| computed(sinks, q.kind())).transpose()?;
     {
         let _scope = kernel(SINGLE, [&q, &k, &v]);
-        let tensors = Single { q: &q, k: &k, v: &v, o: &o, mask: mask.as_ref() };
+        let tensors = Single { q: &q, k: &k, v: &v, o: &o, mask: mask.as_ref(), sinks: sinks.as_ref() };
         cpu::single(&tensors, scale, options.cap)?;
     }
     let flops = (4 * batch * heads * keys * head).unsigned_abs();
@@ -199,18 +213,21 @@ impl Function for Causal {
     }
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
-        let &[q, k, v] = inputs else { return Err(Error::invalid(NAME, "expected q, k and v")) };
+        let (&[q, k, v], given) = inputs.split_first_chunk::<3>().ok_or_else(lost)?;
+        let given = given.first().copied();
         let readable = [readable(q)?, readable(k)?, readable(v)?];
         let [q, k, v] = readable.each_ref().map(|x| &**x);
         let results = kept(|| {
             let layout = TensorLayout::of(q)?;
             let [batch, heads, tokens, head] = cpu::dimensions(layout.size(), self.joint)?;
             let o = self.empty_like(&layout)?;
-            let computed = compute_kind(layout.kind()).unwrap_or(Kind::Float);
-            let log_sums = Tensor::f_empty([batch, heads, tokens], (computed, layout.device()))?;
+            let wide = compute_kind(layout.kind()).unwrap_or(Kind::Float);
+            let log_sums = Tensor::f_empty([batch, heads, tokens], (wide, layout.device()))?;
+            let sinks = given.map(|sinks| computed(sinks, layout.kind())).transpose()?;
             {
                 let _scope = kernel(FORWARD, [q, k, v]);
-                let tensors = Tensors { joint: self.joint, q, k, v, o: &o, log_sums: &log_sums };
+                let sinks = sinks.as_ref();
+                let tensors = Tensors { joint: self.joint, q, k, v, o: &o, log_sums: &log_sums, sinks };
                 cpu::forward(&tensors, self.scores)?;
             }
             let moved = [q, k, v, &o, &log_sums];
@@ -219,17 +236,18 @@ impl Function for Causal {
         })?;
         let [o, log_sums] = <[Tensor; 2]>::try_from(results)
             .map_err(|_| Error::invalid(NAME, "the retained tensors are not an attention's result"))?;
-        for tensor in [q, k, v, &o, &log_sums] {
+        for tensor in [q, k, v, &o, &log_sums].into_iter().chain(given) {
             ctx.save(tensor);
         }
         Ok(vec![o])
     }
 
     fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
-        let Some(upstream) = grads.into_iter().next().flatten() else { return Ok(vec![None, None, None]) };
         let saved = ctx.take_saved();
-        let [q, k, v, o, log_sums] = &saved[..] else {
-            return Err(Error::invalid(NAME, "the tensors that forward saved are gone"));
+        let ([q, k, v, o, log_sums], given) = saved.split_first_chunk::<5>().ok_or_else(lost)?;
+        let given = given.first();
+        let Some(upstream) = grads.into_iter().next().flatten() else {
+            return Ok([None, None, None].into_iter().chain(given.map(|_| None)).collect());
         };
         let upstream = readable(&upstream)?;
         let upstream = &*upstream;
@@ -238,14 +256,14 @@ impl Function for Causal {
         let [of_q, of_k, of_v] = &layouts;
         let gradients = [self.empty_like(of_q)?, self.empty_like(of_k)?, self.empty_like(of_v)?];
         let [q_gradient, k_gradient, v_gradient] = &gradients;
+        let sinks = given.map(|sinks| computed(sinks, of_q.kind())).transpose()?;
+        let of_sinks = sinks.as_ref().filter(|_| ctx.needs_input_grad(3));
+        let of_sinks = of_sinks.map(Tensor::f_empty_like).transpose()?;
         {
             let _scope = kernel(BACKWARD, [q, k, v]);
-            cpu::backward(
-                &Tensors { joint: self.joint, q, k, v, o, log_sums },
-                upstream,
-                [q_gradient, k_gradient, v_gradient],
-                self.scores,
-            )?;
+            let tensors = Tensors { joint: self.joint, q, k, v, o, log_sums, sinks: sinks.as_ref() };
+            let gradients = [q_gradient, k_gradient, v_gradient];
+            cpu::backward(&tensors, upstream, gradients, of_sinks.as_ref(), self.scores)?;
         }
         record(
             BACKWARD,
@@ -253,8 +271,20 @@ impl Function for Causal {
             (5, self.scores),
             &[q, k, v, o, upstream, log_sums, q_gradient, k_gradient, v_gradient],
         )?;
-        Ok(gradients.into_iter().map(Some).collect())
+        let of_sinks =
+            given.map(|sinks| of_sinks.map(|of_sinks| of_sinks.f_to_kind(sinks.kind())).transpose());
+        let of_sinks = of_sinks.transpose()?;
+        Ok(gradients.into_iter().map(Some).chain(of_sinks).collect())
     }
+}
+
+fn lost() -> Error {
+    Error::invalid(NAME, "the operands of attention are gone")
+}
+
+/// Returns sinks in the dtype that elements of `kind` are computed in.
+fn computed(sinks: &Tensor, kind: Kind) -> Result<Tensor> {
+    Ok(sinks.f_detach()?.f_to_kind(compute_kind(kind).unwrap_or(Kind::Float))?.f_contiguous()?)
 }
 
 const FORWARD: &str = "runtime::causal_attention";

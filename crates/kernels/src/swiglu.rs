@@ -14,6 +14,7 @@
 //! that saves only g and u: with the input and the product, which the projections around it save, an MLP of ordinary parts keeps H
 //! + 3F elements per token; SiLU and a product as two operators keep H + 4F.
 
+mod clamped;
 mod cpu;
 pub(crate) mod cuda;
 mod function;
@@ -26,6 +27,7 @@ use runtime::profile::{Flops, is_counting, record_external};
 use runtime::{Error, Result};
 use tch::Tensor;
 
+pub use clamped::{Clamp, clamped_backward, clamped_forward};
 use tensors::Forward;
 
 const NAME: &str = "fused swiglu";

@@ -41,6 +41,13 @@
 //! A cap c replaces a score s by c·tanh(s/c) (Gemma 2, arXiv:2408.00118). This project's kernels for the CPU compute it; no kernel of libtorch
 //! does, so that elsewhere, and with dropout, the scores are explicit, for each document and chunk of a window: one keeps three numbers per
 //! pair of query and key.
+//!
+//! # Sinks
+//!
+//! A sink a of a head is one more score of each of its queries, whose weight multiplies no value (gpt-oss, arXiv:2508.10925; Xiao et al.,
+//! arXiv:2309.17453): o_i = Σ_j exp(s_ij)·v_j / (exp(a) + Σ_j exp(s_ij)), so that a head may attend to nothing. It is trained, neither scaled nor
+//! capped, and belongs to every document and window. This project's kernels for the CPU compute it; elsewhere the scores are explicit, as for
+//! soft caps.
 
 mod cached;
 mod documents;
@@ -63,8 +70,8 @@ pub(crate) use windowed::{attention_of_rows, has_kernel, over_window};
 use crate::error::{Error, Result, wrong_shape};
 
 /// Options of [`attention`].
-#[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub struct AttentionConfig {
+#[derive(Debug, Clone, Copy, Default)]
+pub struct AttentionConfig<'a> {
     /// The implementation.
     pub path: AttentionPath,
     /// Probability that an attention weight is dropped; 0 outside training.
@@ -76,9 +83,16 @@ pub struct AttentionConfig {
     pub window: Option<i64>,
     /// c of c·tanh(s/c), to which each score s is limited ([soft cap](self#soft-caps)).
     pub softcap: Option<f64>,
+    /// The [sink](self#sinks) of each query head, `[heads]`.
+    pub sinks: Option<&'a Tensor>,
 }
 
-impl AttentionConfig {
+impl AttentionConfig<'_> {
+    /// Whether libtorch's kernels compute it, which know neither soft caps nor sinks.
+    pub(crate) fn is_plain(&self) -> bool {
+        self.softcap.is_none() && self.sinks.is_none()
+    }
+
     /// The factor of the scores of heads of this width.
     pub(crate) fn scale_of(&self, head: i64) -> f64 {
         self.scale.unwrap_or_else(|| 1.0 / (head as f64).sqrt())
@@ -112,7 +126,7 @@ pub fn attention(
     k: &Tensor,
     v: &Tensor,
     documents: Option<&Documents>,
-    options: &AttentionConfig,
+    options: &AttentionConfig<'_>,
 ) -> Result<Tensor> {
     let [batch, sequence, heads, head] = check(q, k, v, documents, options)?;
     // A window of at least the longest document has no effect.
@@ -128,9 +142,9 @@ fn attend(
     k: &Tensor,
     v: &Tensor,
     documents: Option<&Documents>,
-    options: &AttentionConfig,
+    options: &AttentionConfig<'_>,
 ) -> Result<Tensor> {
-    let &AttentionConfig { path, dropout, scale, window, softcap } = options;
+    let &AttentionConfig { path, dropout, scale, window, .. } = options;
     let (of_q, of_k) = (TensorLayout::of(q)?, TensorLayout::of(k)?);
     let (heads, kv_heads) = (of_q.size()[2], of_k.size()[2]);
     let grouped = heads != kv_heads;
@@ -139,7 +153,7 @@ fn attend(
         return attend(q, &k, &v, documents, options);
     }
     match (path, documents) {
-        (AttentionPath::DenseMask, _) if softcap.is_none() => {
+        (AttentionPath::DenseMask, _) if options.is_plain() => {
             let mask = additive_mask(q, documents, window)?;
             heads_first(q, k, v, |q, k, v| {
                 let mask = Some(&mask);
@@ -156,7 +170,7 @@ fn attend(
         }
         (AttentionPath::Fused, None) => of_one_document(q, k, v, options),
         (AttentionPath::Fused, Some(documents))
-            if of_q.device().is_cuda() && window.is_none() && softcap.is_none() =>
+            if of_q.device().is_cuda() && window.is_none() && options.is_plain() =>
         {
             packed_on_cuda(q, k, v, documents, options)
         }
@@ -164,7 +178,7 @@ fn attend(
             per_document(q, k, v, documents, options)
         }
         (AttentionPath::Fused, Some(_)) => {
-            let reason = "packed documents with a window or a cap are attended to one by one, which a graph cannot repeat for others";
+            let reason = "packed documents with a window, a cap or sinks are attended to one by one, which a graph cannot repeat for others";
             Err(Error::invalid("attention", reason))
         }
     }
@@ -172,11 +186,11 @@ fn attend(
 
 /// Whether the kernel of this path, device and dtype supports grouped queries without copies. (libtorch's own `math` on the
 /// CPU, for dropout or a mask, makes the copies itself.)
-fn supports_grouped_queries(options: &AttentionConfig, qkv: [&Tensor; 3], packed: bool) -> Result<bool> {
+fn supports_grouped_queries(options: &AttentionConfig<'_>, qkv: [&Tensor; 3], packed: bool) -> Result<bool> {
     let [q, k, v] = qkv;
     Ok(match options.path {
         AttentionPath::Fused if has_kernel(&TensorLayout::of(q)?, options) => true,
-        _ if options.softcap.is_some() => false,
+        _ if !options.is_plain() => false,
         AttentionPath::Explicit => false,
         AttentionPath::DenseMask => !q.device().is_cuda(),
         AttentionPath::Fused if !q.device().is_cuda() => true,
@@ -198,7 +212,7 @@ fn repeat_kv(x: &Tensor, heads: i64) -> Result<Tensor> {
 }
 
 /// Attention over rows that are one document each, within the window.
-fn of_one_document(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionConfig) -> Result<Tensor> {
+fn of_one_document(q: &Tensor, k: &Tensor, v: &Tensor, options: &AttentionConfig<'_>) -> Result<Tensor> {
     heads_first(q, k, v, |q, k, v| over_window(q, k, v, options))
 }
 
@@ -218,7 +232,7 @@ fn per_document(
     k: &Tensor,
     v: &Tensor,
     documents: &Documents,
-    options: &AttentionConfig,
+    options: &AttentionConfig<'_>,
 ) -> Result<Tensor> {
     let lengths = documents.starts().windows(2).map(|pair| i64::from(pair[1] - pair[0]));
     let lengths: Vec<i64> = lengths.filter(|&length| length > 0).collect();
@@ -239,7 +253,7 @@ fn packed_on_cuda(
     k: &Tensor,
     v: &Tensor,
     documents: &Documents,
-    options: &AttentionConfig,
+    options: &AttentionConfig<'_>,
 ) -> Result<Tensor> {
     let flat = |x: &Tensor| x.f_flatten(0, 1);
     let packing = Packing {
@@ -275,7 +289,7 @@ fn check(
     k: &Tensor,
     v: &Tensor,
     documents: Option<&Documents>,
-    options: &AttentionConfig,
+    options: &AttentionConfig<'_>,
 ) -> Result<[i64; 4]> {
     let layouts = [TensorLayout::of(q)?, TensorLayout::of(k)?, TensorLayout::of(v)?];
     let size = check_sizes(layouts.each_ref().map(TensorLayout::size), options)?;
@@ -296,7 +310,7 @@ fn check(
 }
 
 /// Returns the shape of q, checked with those of k and v and with the options.
-fn check_sizes([shape, of_k, of_v]: [&[i64]; 3], options: &AttentionConfig) -> Result<[i64; 4]> {
+fn check_sizes([shape, of_k, of_v]: [&[i64]; 3], options: &AttentionConfig<'_>) -> Result<[i64; 4]> {
     let operation = "attention";
     let &[batch, sequence, heads, head] = shape else {
         let expected = "[batch, sequence, heads, head]".to_owned();
@@ -314,7 +328,7 @@ fn check_sizes([shape, of_k, of_v]: [&[i64]; 3], options: &AttentionConfig) -> R
     if of_v != of_k {
         return Err(wrong_shape(operation, "v", of_v, format!("{of_k:?}, as k")));
     }
-    let &AttentionConfig { dropout, scale, window, softcap, .. } = options;
+    let &AttentionConfig { dropout, scale, window, softcap, sinks, .. } = options;
     let refuse = |reason: String| Err(Error::invalid(operation, reason));
     if !(0.0..1.0).contains(&dropout) {
         return refuse(format!("dropout is {dropout}; expected a probability in [0, 1)"));
@@ -326,6 +340,14 @@ fn check_sizes([shape, of_k, of_v]: [&[i64]; 3], options: &AttentionConfig) -> R
         if let Some(number) = number.filter(|number| !(number.is_finite() && *number > 0.0)) {
             return refuse(format!("the {name} is {number}; expected a finite number above 0"));
         }
+    }
+    if let Some(sinks) = sinks.filter(|sinks| sinks.size() != [heads]) {
+        return Err(wrong_shape(
+            operation,
+            "sinks",
+            sinks.size(),
+            format!("[{heads}], one for each query head"),
+        ));
     }
     Ok([batch, sequence, heads, head])
 }

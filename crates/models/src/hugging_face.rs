@@ -33,6 +33,7 @@
 //! ```
 
 mod bitsandbytes;
+mod clamped_experts;
 mod experts;
 #[cfg(feature = "gguf")]
 mod gguf_folder;
@@ -242,6 +243,12 @@ impl Folder {
     /// the files do not contain.
     pub fn location(&self, name: &str) -> Option<TensorLocation> {
         self.weights.location(name)
+    }
+
+    /// Returns whether [`Folder::location`] finds every tensor: not where files have some in another form, as gpt-oss's experts, weights in NF4,
+    /// and the blocks of a GGUF file.
+    pub fn has_locations(&self) -> bool {
+        self.weights.have_locations()
     }
 
     /// Copies only the tensors whose name `is_wanted`, as [`Folder::load_into`]. The names and shapes of all are compared.

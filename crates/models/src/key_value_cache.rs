@@ -292,8 +292,8 @@ impl Extension<'_> {
     }
 
     /// Writes the keys and values `[rows, new, heads, head]` of `layer`, and computes attention of `q` `[rows, new, query
-    /// heads, head]` over the layer's tokens. Returns `[rows, new, query heads·head]`. Of the options, the scale, the window and the
-    /// cap apply.
+    /// heads, head]` over the layer's tokens. Returns `[rows, new, query heads·head]`. Of the options, the scale, the window, the
+    /// cap and the sinks apply.
     ///
     /// # Errors
     /// A layer that the cache does not have, shapes that do not match.
@@ -303,7 +303,7 @@ impl Extension<'_> {
         q: &Tensor,
         k: &Tensor,
         v: &Tensor,
-        options: &AttentionConfig,
+        options: &AttentionConfig<'_>,
     ) -> Result<Tensor> {
         let KeyValueCache { layers, length, rows, shape, .. } = self.cache;
         let Some(stored) = layers.get(layer) else {
@@ -325,8 +325,8 @@ impl Extension<'_> {
         let end = self.end();
         let window = options.window.filter(|&window| window < end);
         let whole_rows = *length == 0 && self.cache.tokens.is_none() && self.new > 1;
-        let without_pairs = options.softcap.is_none() || has_kernel(&TensorLayout::of(&q)?, options);
-        if whole_rows && without_pairs && (window.is_some() || options.softcap.is_some()) {
+        let without_pairs = options.is_plain() || has_kernel(&TensorLayout::of(&q)?, options);
+        if whole_rows && without_pairs && (window.is_some() || !options.is_plain()) {
             // Instead of a mask of every pair, or their scores.
             let [k, v] = [&stored[0], &stored[1]].map(|stored| stored.f_narrow(2, 0, end));
             let o = over_window(&q.f_transpose(1, 2)?, &k?, &v?, options)?.f_transpose(1, 2)?;

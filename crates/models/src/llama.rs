@@ -15,6 +15,7 @@
 //! | Qwen3-MoE | as Qwen3, with a mixture of experts as the MLP ([`SparseMlp`](crate::SparseMlp)) |
 //! | Qwen3.5 | norms multiply by 1 + w; in most layers gated DeltaNet instead of attention, in the others a gate σ for each head's output and rotation of a part of each head |
 //! | Qwen3.5-MoE | as Qwen3.5, with a mixture of experts and a shared expert as the MLP |
+//! | gpt-oss (arXiv:2508.10925) | biases, a [sink](crate::attention#sinks) for each head, a window in every other layer, and a mixture of experts with biases |
 //! | Mistral (arXiv:2310.06825) | a sliding window |
 //! | SmolLM3 | layers that do not rotate |
 //! | Granite (IBM) | e, m, s and the scale of the scores |

@@ -28,6 +28,10 @@
 //! recomputed layer computes them again from the same bits, and with ties the lowest index comes first, so both runs choose alike
 //! (transformers leaves ties to `topk`, whose order is not defined).
 //!
+//! gpt-oss's router and experts have biases, and their activation is [another](kernels::swiglu::Clamp): g = x·Gᵀ + b_G, u = x·Uᵀ + b_U,
+//! expert(x) = h·Dᵀ + b_D, ∂L/∂w = ⟨q, h⟩ + ⟨d, b_D⟩, and the gradients of the biases are the sums over an expert's rows of ∂L/∂g, ∂L/∂u and w·d.
+//! Its weights are the softmax of the k logits that are chosen, which is p_s / Σ p_s.
+//!
 //! In some families one more expert computes every token: y += σ(x·gᵀ)·shared(x) with a gate g `[1, H]`. It is an ordinary MLP, whose projections
 //! adapters replace, as they do its gate.
 //!
@@ -40,9 +44,10 @@ mod function;
 mod routing;
 mod source;
 
-use decoder::Mixture;
+use decoder::{ClampedSwiglu, Mixture};
 use kernels::matmul::wide_kind;
 use kernels::quantized::is_quantized;
+use kernels::swiglu::Clamp;
 use runtime::autograd::apply;
 use runtime::precision;
 use tch::{Device, Kind, Tensor};
@@ -56,7 +61,8 @@ use function::Experts;
 use routing::{Routing, choose, weights_of};
 pub use source::{ExpertLoads, ExpertSlot, ExpertSource};
 
-/// A mixture of experts with Hugging Face's names: `gate` for the router, `experts.0.gate_proj` and so on. Its parts cannot be replaced.
+/// A mixture of experts with Hugging Face's names: `gate` for the router (gpt-oss: `router`), `experts.0.gate_proj` and so on. Its parts
+/// cannot be replaced.
 #[derive(Debug)]
 pub struct SparseMlp {
     /// The router, `[experts, hidden]`.
@@ -66,6 +72,8 @@ pub struct SparseMlp {
     shared: Option<SharedExpert>,
     per_token: i64,
     normalizes: bool,
+    /// The numbers of the activation of experts with biases.
+    clamp: Option<Clamp>,
 }
 
 /// An expert that computes every token, and the gate of its result.
@@ -94,29 +102,37 @@ impl SparseMlp {
     pub fn new(hidden: i64, mixture: &Mixture, init: Init, options: (Kind, Device)) -> Result<Self> {
         let inner = mixture.intermediate_size;
         let linear = |from, to, options| Linear::with_init(from, to, None, init, options);
+        let bias = mixture.clamped.map(|_| Init::Constant(0.0));
+        let biased = |from, to, options| Linear::with_init(from, to, bias, init, options);
         let expert = |_| -> Result<Expert> {
-            let (gate, up) = (linear(hidden, inner, options)?, linear(hidden, inner, options)?);
-            Ok(Expert([gate, up, linear(inner, hidden, options)?]))
+            let (gate, up) = (biased(hidden, inner, options)?, biased(hidden, inner, options)?);
+            Ok(Expert([gate, up, biased(inner, hidden, options)?]))
         };
         let shared = |inner| -> Result<SharedExpert> {
             let mlp = Swiglu::new(hidden, inner, false, init, options)?;
             Ok(SharedExpert { mlp, gate: Box::new(linear(hidden, 1, options)?) })
         };
         Ok(Self {
-            gate: linear(hidden, mixture.experts, (dense_kind(options.0), options.1))?,
+            gate: biased(hidden, mixture.experts, (dense_kind(options.0), options.1))?,
             experts: (0..mixture.experts).map(expert).collect::<Result<_>>()?,
             slot: ExpertSlot::resident(),
             shared: mixture.shared.map(shared).transpose()?,
             per_token: mixture.per_token,
             normalizes: mixture.normalizes,
+            clamp: mixture.clamped.map(|ClampedSwiglu { alpha, limit }| Clamp { alpha, limit }),
         })
     }
 }
 
 impl SparseMlp {
+    /// The router's name.
+    fn router(&self) -> &'static str {
+        if self.clamp.is_some() { "router" } else { "gate" }
+    }
+
     /// Returns the weights of each token's experts `[n, k]`, and the rows of each expert.
     fn route(&self, x_nh: &Tensor) -> Result<(Tensor, Routing)> {
-        let logits_ne = project(x_nh, &self.gate.weight, None)?;
+        let logits_ne = project(x_nh, &self.gate.weight, self.gate.bias.as_ref())?;
         let probabilities_ne = logits_ne.f_softmax(-1, wide_kind(logits_ne.kind()))?;
         drop(logits_ne);
         let chosen_nk = choose(&probabilities_ne, self.per_token)?;
@@ -166,7 +182,12 @@ impl Mlp for SparseMlp {
                 inputs.push(if is_cast { precision::weight(weight)? } else { weight.shallow_clone() });
             }
         }
-        let function = Experts::new(routing, source);
+        for (expert, _) in routing.ranges() {
+            for bias in self.experts[*expert].0.iter().filter_map(|one| one.bias.as_ref()) {
+                inputs.push(if has_policy { precision::weight(bias)? } else { bias.shallow_clone() });
+            }
+        }
+        let function = Experts::new(routing, source, self.clamp);
         let [y] = apply(function, &inputs.iter().collect::<Vec<_>>())?;
         let y = y.f_reshape(shape.as_slice())?;
         let Some(SharedExpert { mlp, gate }) = &self.shared else { return Ok(y) };
@@ -177,7 +198,7 @@ impl Mlp for SparseMlp {
 
 impl Module for SparseMlp {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
-        visitor.part("gate", &self.gate);
+        visitor.part(self.router(), &self.gate);
         for (index, expert) in self.experts.iter().enumerate() {
             for (name, projection) in expert.projections() {
                 visitor.part(&format!("experts.{index}.{name}"), projection);
@@ -190,7 +211,7 @@ impl Module for SparseMlp {
     }
 
     fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
-        visitor.part("gate", &mut self.gate)?;
+        visitor.part(self.router(), &mut self.gate)?;
         for (index, expert) in self.experts.iter_mut().enumerate() {
             for (name, projection) in decoder::EXPERT_PROJECTIONS.iter().zip(&mut expert.0) {
                 visitor.part(&format!("experts.{index}.{name}"), projection)?;

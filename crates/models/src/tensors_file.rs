@@ -5,6 +5,7 @@
 //! copied once, from the file's pages into the tensor, or not at all ([`map`]).
 
 mod content;
+mod layout;
 
 use std::io::{self, Write};
 use std::ops::Range;
@@ -17,6 +18,7 @@ use serde::de::IgnoredAny;
 use tch::{Device, Kind, Tensor};
 
 pub use content::{Content, LazyTensor, PIECE_BYTES};
+pub(crate) use layout::{Layout, MXFP4_BLOCK};
 
 use crate::error::{Error, Result};
 use crate::strict_json;
@@ -81,7 +83,7 @@ pub fn read(path: &Path, device: Device) -> Result<Vec<(String, Tensor)>> {
 pub fn map(path: &Path) -> Result<Vec<(String, Tensor)>> {
     let file = TensorsFile::open(path)?;
     let map = |entry: &Entry| {
-        let Entry { ref name, kind, ref shape, ref range } = *entry;
+        let Entry { ref name, kind, ref shape, ref range, .. } = *entry;
         let tensor = match range.start.is_multiple_of(kind.elt_size_in_bytes()) {
             true => runtime::file::tensor_over(path, range.start as u64, shape, kind)?,
             false => Tensor::f_from_data_size(&file.mapped[range.clone()], shape, kind)?,
@@ -121,12 +123,39 @@ pub struct Entry {
     pub shape: Vec<i64>,
     /// The byte range of its values in the file.
     range: Range<usize>,
+    /// How its values lie in them.
+    layout: Layout,
 }
 
 /// Names and shapes of parts of a tensor, in the order of their values.
 pub(crate) type NamedShapes = Vec<(String, Vec<i64>)>;
 
 impl Entry {
+    /// Returns a part of the entry's equal parts, in this layout; `None` if its bytes do not divide.
+    pub(crate) fn part(
+        &self,
+        name: String,
+        shape: Vec<i64>,
+        part: (i64, i64),
+        layout: Layout,
+    ) -> Option<Self> {
+        let kind = if matches!(layout, Layout::Mxfp4 { .. }) { layout::MXFP4_KIND } else { self.kind };
+        Some(Self { name, kind, shape, range: self.bytes_of(part)?, layout })
+    }
+
+    /// Returns the byte range of one of so many equal parts.
+    pub(crate) fn bytes_of(&self, (index, count): (i64, i64)) -> Option<Range<usize>> {
+        let (index, count) = (usize::try_from(index).ok()?, usize::try_from(count).ok()?);
+        let bytes = self.range.len().checked_div(count)?;
+        let start = self.range.start + index * bytes;
+        (self.range.len() % count == 0 && index < count).then(|| start..start + bytes)
+    }
+
+    /// Returns whether its values are one after the other.
+    pub(crate) fn is_dense(&self) -> bool {
+        self.layout == Layout::Dense
+    }
+
     /// Returns the parts in place of the entry, or the entry if there are none that fit.
     fn divided(self, parts: &dyn Fn(&Self) -> Option<NamedShapes>) -> Vec<Self> {
         let Some(parts) = parts(&self) else { return vec![self] };
@@ -138,7 +167,7 @@ impl Entry {
         for (name, shape) in parts {
             let end = bytes(&shape).and_then(|length| start.checked_add(length));
             let Some(end) = end.filter(|&end| end <= self.range.end) else { return vec![self] };
-            divided.push(Self { name, kind: self.kind, shape, range: start..end });
+            divided.push(Self { name, kind: self.kind, shape, range: start..end, layout: Layout::Dense });
             start = end;
         }
         if start == self.range.end { divided } else { vec![self] }
@@ -193,7 +222,13 @@ impl TensorsFile {
         self.entries = entries.into_iter().flat_map(|entry| entry.divided(parts)).collect();
     }
 
-    /// Returns the location of an entry's values.
+    /// Replaces all entries.
+    pub(crate) fn replace(&mut self, replace: impl FnOnce(Vec<Entry>) -> Result<Vec<Entry>>) -> Result<()> {
+        self.entries = replace(std::mem::take(&mut self.entries))?;
+        Ok(())
+    }
+
+    /// Returns the location of an entry's values, which are in the order of its elements.
     pub fn location(&self, entry: &Entry) -> TensorLocation {
         let Entry { kind, ref shape, ref range, .. } = *entry;
         TensorLocation {
@@ -232,7 +267,10 @@ impl TensorsFile {
                 ),
             ));
         };
-        runtime::file::copy_values(values, entry.kind, destination)?;
+        match &entry.layout {
+            Layout::Dense => runtime::file::copy_values(values, entry.kind, destination)?,
+            other => other.copy(values, &self.mapped, entry, destination)?,
+        }
         self.forget(entry)
     }
 }
@@ -266,7 +304,7 @@ fn entries(bytes: &[u8], refuse: impl Fn(String) -> Error) -> Result<Vec<Entry>>
                 info.shape
             )));
         };
-        entries.push(Entry { name, kind, shape, range });
+        entries.push(Entry { name, kind, shape, range, layout: Layout::Dense });
     }
     Ok(entries)
 }

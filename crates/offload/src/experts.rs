@@ -32,6 +32,7 @@
 //!
 //! let mixture = Mixture {
 //!     experts: 8, per_token: 2, intermediate_size: 16, shared: None, normalizes: true, step: 1, dense_layers: vec![],
+//!     clamped: None,
 //! };
 //! let config = DecoderConfig {
 //!     family: Family::Qwen3Moe, mixture: Some(mixture), ..DecoderConfig::qwen2(100, 32, 64, 2, 4)

@@ -79,7 +79,7 @@ impl Offload {
         let kind = folder.kind_or(kind)?;
         let in_nf4 = Scales::of(kind).is_some();
         let in_files = matches!(options.tier, Tier::File(_));
-        let own_files = in_nf4 || options.train_files || folder.kind()? != kind;
+        let own_files = in_nf4 || options.train_files || folder.kind()? != kind || !folder.has_locations();
         if options.source.is_some() {
             let reason = "layers are opened into the tier, before their values are read; load the model, then use OffloadConfig::install";
             return Err(refused("source", reason));

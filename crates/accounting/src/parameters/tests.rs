@@ -82,7 +82,8 @@ fn published_parameter_counts_of_mixtures() {
         let [hidden, layers, heads, kv_heads, feed_forward] = sizes;
         let [count, per_token, inner] = experts;
         let qwen3 = presets::find("qwen3-0.6b").unwrap();
-        let mixture = |layers| ExpertSizes { layers, count, per_token, feed_forward: inner, shared: 0 };
+        let mixture =
+            |layers| ExpertSizes { layers, count, per_token, feed_forward: inner, shared: 0, biases: false };
         let sizes = Sizes {
             family: Family::Qwen3Moe,
             embedding: hidden,
@@ -111,6 +112,38 @@ fn published_parameter_counts_of_mixtures() {
     }
 }
 
+/// gpt-oss-20b and -120b: the counts of transformers' `GptOssForCausalLM`, in all and without the experts that a token does not have.
+#[test]
+fn parameter_counts_of_gpt_oss() {
+    for (layers, count, total, active) in
+        [(24, 32, 20_914_757_184_u64, 4_187_440_704_u64), (36, 128, 116_829_156_672, 5_711_982_912)]
+    {
+        let experts =
+            ExpertSizes { layers, count, per_token: 4, feed_forward: 2880, shared: 0, biases: true };
+        let sizes = Sizes {
+            family: Family::GptOss,
+            vocabulary: 201_088,
+            embedding: 2880,
+            hidden: 2880,
+            layers,
+            heads: 64,
+            kv_heads: 8,
+            head_dim: 64,
+            feed_forward: 2880,
+            tied: false,
+            attention_bias: true,
+            experts: Some(experts),
+            ..*presets::find("qwen3-0.6b").unwrap()
+        };
+        let model = Decoder::new(sizes).unwrap();
+        assert_eq!((model.parameters().unwrap(), model.active_parameters().unwrap()), (total, active));
+        let parts: u64 = model.parameters_by_part().unwrap().iter().map(|(_, n)| n).sum();
+        assert_eq!(parts, total);
+        let listed = model.parameter_tensors().unwrap();
+        assert_eq!(listed.iter().map(|tensor| tensor.elements().unwrap()).sum::<u64>(), total);
+    }
+}
+
 /// Those that transformers counts for the defaults of `Qwen3_5TextConfig` and `Qwen3_5MoeTextConfig`, Qwen3.5-9B and -35B-A3B.
 #[test]
 fn parameter_counts_of_linear_attention() {
@@ -130,7 +163,8 @@ fn parameter_counts_of_linear_attention() {
         linear: Some(linear(24)),
         ..*presets::find("qwen3-0.6b").unwrap()
     };
-    let experts = ExpertSizes { layers: 40, count: 256, per_token: 8, feed_forward: 512, shared: 512 };
+    let experts =
+        ExpertSizes { layers: 40, count: 256, per_token: 8, feed_forward: 512, shared: 512, biases: false };
     let mixture = Sizes {
         family: Family::Qwen35Moe,
         embedding: 2048,

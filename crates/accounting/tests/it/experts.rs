@@ -11,7 +11,8 @@ use accounting::presets;
 /// Qwen3-30B-A3B.
 fn qwen3_30b() -> Decoder {
     let qwen3 = presets::find("qwen3-0.6b").unwrap();
-    let experts = ExpertSizes { layers: 48, count: 128, per_token: 8, feed_forward: 768, shared: 0 };
+    let experts =
+        ExpertSizes { layers: 48, count: 128, per_token: 8, feed_forward: 768, shared: 0, biases: false };
     let sizes = Sizes {
         family: Family::Qwen3Moe,
         embedding: 2048,

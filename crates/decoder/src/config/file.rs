@@ -54,7 +54,7 @@ pub(super) struct HuggingFace {
     #[serde(deserialize_with = "named::hidden_size")]
     hidden_size: i64,
     #[serde(default, deserialize_with = "named::intermediate_size", skip_serializing_if = "Option::is_none")]
-    intermediate_size: Option<i64>,
+    pub(super) intermediate_size: Option<i64>,
     #[serde(deserialize_with = "named::num_hidden_layers")]
     pub(super) num_hidden_layers: i64,
     #[serde(deserialize_with = "named::num_attention_heads")]
@@ -252,8 +252,10 @@ impl TryFrom<HuggingFace> for DecoderConfig {
         let linear_attention =
             facts.has_linear_layers.then(|| linear_attention::read(&mut file)).transpose()?;
         let mixture = facts.has_experts.then(|| mixture::read(&mut file, facts)).transpose()?;
-        let of_experts =
-            mixture.as_ref().filter(|_| facts.has_shared_expert).map(|mixture| mixture.intermediate_size);
+        let of_experts = mixture
+            .as_ref()
+            .filter(|_| facts.has_shared_expert || facts.has_clamped_experts)
+            .map(|mixture| mixture.intermediate_size);
         let intermediate_size = of_experts.or(file.intermediate_size).ok_or_else(|| {
             refuse("`intermediate_size` is missing; expected the width of the MLP".to_owned())
         })?;
@@ -270,8 +272,11 @@ impl TryFrom<HuggingFace> for DecoderConfig {
             rms_norm_eps: file.rms_norm_eps.unwrap_or(facts.eps),
             rope: rope.rope,
             tie_word_embeddings: file.tie_word_embeddings.unwrap_or(facts.tied),
-            attention_bias: facts.attention_bias == AttentionBias::Configured
-                && file.attention_bias.unwrap_or(false),
+            attention_bias: match facts.attention_bias {
+                AttentionBias::Configured => file.attention_bias.unwrap_or(false),
+                AttentionBias::UnlessFalse => file.attention_bias.unwrap_or(true),
+                AttentionBias::None | AttentionBias::QueriesKeysValues | AttentionBias::All => false,
+            },
             mlp_bias: facts.reads_mlp_bias && file.mlp_bias.unwrap_or(false),
             attention_dropout: file.attention_dropout,
             initializer_range: file.initializer_range,
@@ -364,8 +369,11 @@ impl From<DecoderConfig> for HuggingFace {
             rope_scaling: scaling,
             rope_theta: Some(theta),
             tie_word_embeddings: Some(config.tie_word_embeddings),
-            attention_bias: (facts.attention_bias == AttentionBias::Configured)
-                .then_some(config.attention_bias),
+            attention_bias: matches!(
+                facts.attention_bias,
+                AttentionBias::Configured | AttentionBias::UnlessFalse
+            )
+            .then_some(config.attention_bias),
             mlp_bias: facts.reads_mlp_bias.then_some(config.mlp_bias),
             attention_dropout: config.attention_dropout,
             initializer_range: config.initializer_range,

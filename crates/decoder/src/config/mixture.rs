@@ -4,7 +4,7 @@
 //! |---|---|---|
 //! | experts of a layer | `num_local_experts` | `num_experts` |
 //!
-//! Both names are read, and both are written.
+//! Both names are read, and both are written. gpt-oss always has the first, and `intermediate_size` for the experts' width.
 
 use serde_json::{Value, json};
 
@@ -20,7 +20,7 @@ const MAX_ALL_EXPERTS: i64 = 1 << 17;
 
 /// A mixture of experts, which replaces the MLP of some layers: a router gives each token a few of `experts` small MLPs, and their
 /// results are added with the router's weights. `models::mixture` has the mathematics.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Mixture {
     /// `num_local_experts` or `num_experts`: experts of a layer.
     pub experts: i64,
@@ -36,6 +36,24 @@ pub struct Mixture {
     pub step: i64,
     /// `mlp_only_layers`: layers that have the ordinary MLP nevertheless.
     pub dense_layers: Vec<i64>,
+    /// gpt-oss's activation, with which the router and the experts have biases; `None` for SiLU(g)·u without biases.
+    pub clamped: Option<ClampedSwiglu>,
+}
+
+/// The numbers of gpt-oss's activation of gate g and up u: (u' + 1)·g'·σ(α·g') with g' = min(g, limit) and u' = clamp(u, −limit, limit).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ClampedSwiglu {
+    /// `swiglu_alpha`: α.
+    pub alpha: f64,
+    /// `swiglu_limit`.
+    pub limit: f64,
+}
+
+impl Default for ClampedSwiglu {
+    /// Returns gpt-oss's.
+    fn default() -> Self {
+        Self { alpha: 1.702, limit: 7.0 }
+    }
 }
 
 impl DecoderConfig {
@@ -72,6 +90,27 @@ impl DecoderConfig {
                 self.family.model_type(),
                 if mixture.shared.is_some() { "has none" } else { "has one" }
             ));
+        }
+        if mixture.clamped.is_some() != self.family.facts().has_clamped_experts {
+            return config(format!(
+                "the experts have {} activation, and those of `{}` {}",
+                if mixture.clamped.is_some() { "a clamped" } else { "no clamped" },
+                self.family.model_type(),
+                if mixture.clamped.is_some() { "do not" } else { "do" }
+            ));
+        }
+        if let Some(ClampedSwiglu { alpha, limit }) = mixture.clamped {
+            for (name, number) in [("swiglu_alpha", alpha), ("swiglu_limit", limit)] {
+                if !(1e-9..=1e9).contains(&number) {
+                    return config(format!("`{name}` is {number:?}; expected a number from 1e-9 to 1e9"));
+                }
+            }
+            if mixture.intermediate_size != self.intermediate_size {
+                return config(format!(
+                    "the experts are {} wide and `intermediate_size` is {}; expected one width",
+                    mixture.intermediate_size, self.intermediate_size
+                ));
+            }
         }
         for (name, size, largest) in [
             ("num_experts", mixture.experts, MAX_EXPERTS),
@@ -113,6 +152,22 @@ pub(super) fn read(file: &mut HuggingFace, facts: &Facts) -> Result<Mixture> {
         return Err(refuse(format!("`num_local_experts` is {new} and `num_experts` {old}; they must agree")));
     }
     // Defaults are those of transformers.
+    if facts.has_clamped_experts {
+        let clamped = ClampedSwiglu::default();
+        return Ok(Mixture {
+            experts: new.or(old).unwrap_or(128),
+            per_token: file.take("num_experts_per_tok")?.unwrap_or(4),
+            intermediate_size: file.intermediate_size.unwrap_or(2880),
+            shared: None,
+            normalizes: true,
+            step: 1,
+            dense_layers: Vec::new(),
+            clamped: Some(ClampedSwiglu {
+                alpha: file.take_number("swiglu_alpha")?.unwrap_or(clamped.alpha),
+                limit: file.take_number("swiglu_limit")?.unwrap_or(clamped.limit),
+            }),
+        });
+    }
     if facts.has_shared_expert {
         return Ok(Mixture {
             experts: new.or(old).unwrap_or(256),
@@ -122,6 +177,7 @@ pub(super) fn read(file: &mut HuggingFace, facts: &Facts) -> Result<Mixture> {
             normalizes: true,
             step: 1,
             dense_layers: Vec::new(),
+            clamped: None,
         });
     }
     Ok(Mixture {
@@ -132,11 +188,20 @@ pub(super) fn read(file: &mut HuggingFace, facts: &Facts) -> Result<Mixture> {
         normalizes: file.take("norm_topk_prob")?.unwrap_or(false),
         step: file.take("decoder_sparse_step")?.unwrap_or(1),
         dense_layers: file.take("mlp_only_layers")?.unwrap_or_default(),
+        clamped: None,
     })
 }
 
 /// Returns the fields of a mixture.
 pub(super) fn write(mixture: &Mixture) -> Vec<(&'static str, Value)> {
+    if let Some(ClampedSwiglu { alpha, limit }) = mixture.clamped {
+        return vec![
+            ("num_local_experts", json!(mixture.experts)),
+            ("num_experts_per_tok", json!(mixture.per_token)),
+            ("swiglu_alpha", json!(alpha)),
+            ("swiglu_limit", json!(limit)),
+        ];
+    }
     let mut fields = vec![
         ("num_local_experts", json!(mixture.experts)),
         ("num_experts", json!(mixture.experts)),

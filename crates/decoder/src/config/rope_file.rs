@@ -276,7 +276,10 @@ pub(super) fn read(file: &mut HuggingFace, family: Family, positions: i64) -> Re
     let facts = family.facts();
     let partial = file.take_number(PARTIAL)?;
     let local_theta = facts.local_theta.map_or(Ok(None), |_| file.take_number(LOCAL_THETA))?;
-    let (parameters, scaling) = (file.rope_parameters.take(), file.rope_scaling.take());
+    let (mut parameters, scaling) = (file.rope_parameters.take(), file.rope_scaling.take());
+    if family == Family::GptOss && parameters.is_none() && scaling.is_none() {
+        parameters = Some(default_of_gpt_oss());
+    }
     let spellings = RopeSpellings { parameters, scaling, theta: file.rope_theta, local_theta, partial };
     let [full, local] = spellings.join(family)?;
     for name in OF_IMAGES {
@@ -310,6 +313,15 @@ pub(super) fn read(file: &mut HuggingFace, family: Family, positions: i64) -> Re
     }
     let local = facts.local_theta.map(|theta| local.frequencies(positions, theta)).transpose()?;
     Ok(Read { rope: full.frequencies(positions, facts.theta)?, local, long: None, partial })
+}
+
+/// The scaling of a gpt-oss without one in its file.
+fn default_of_gpt_oss() -> RopeFields {
+    let numbers = json!({
+        "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, TRUNCATE: false, ORIGINAL: 4096,
+    });
+    let numbers = numbers.as_object().cloned().unwrap_or_default();
+    RopeFields { rope_type: Some("yarn".to_owned()), numbers }
 }
 
 /// The fields that a file gets.

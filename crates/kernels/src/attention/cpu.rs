@@ -10,6 +10,7 @@ mod forward;
 mod pair;
 mod product;
 mod single;
+mod sink;
 
 use std::marker::PhantomData;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -48,6 +49,8 @@ struct Pass {
     o: Heads,
     /// `[batch, heads, tokens]` of the compute type, contiguous.
     log_sums: usize,
+    /// `[heads]` of the compute type.
+    sinks: Option<usize>,
 }
 
 impl Pass {
@@ -59,6 +62,15 @@ impl Pass {
     /// Returns the end of the queries that see a key.
     fn end_of_queries(&self, key: usize) -> usize {
         key.saturating_add(self.window).min(self.tokens)
+    }
+
+    /// Returns the sink of a head.
+    ///
+    /// # Safety
+    /// The tensor of sinks is of this type, and nothing writes it.
+    unsafe fn sink<R: Copy>(&self, head: usize) -> Option<R> {
+        // SAFETY: by this function's contract.
+        self.sinks.map(|sinks| unsafe { *(sinks as *const R).add(head) })
     }
 
     /// Returns the log-sum-exp of a block of queries.
@@ -82,6 +94,8 @@ pub(crate) struct Tensors<'a> {
     pub(crate) o: &'a Tensor,
     /// `[batch, heads, tokens]`, contiguous, of the dtype that is computed in.
     pub(crate) log_sums: &'a Tensor,
+    /// `[heads]`, contiguous, of the dtype that is computed in.
+    pub(crate) sinks: Option<&'a Tensor>,
 }
 
 /// How scores are computed from products.
@@ -143,7 +157,8 @@ fn forward_of<X: Element>(pass: &Pass, batch: usize) -> Result<()> {
     })
 }
 
-/// Computes the gradients `[q, k, v]`, new tensors of the shapes of q, k and v, from that of the output.
+/// Computes the gradients `[q, k, v]`, new tensors of the shapes of q, k and v, from that of the output, and that of the sinks, a new tensor
+/// like them.
 ///
 /// # Errors
 /// As [`forward`].
@@ -151,6 +166,7 @@ pub(crate) fn backward(
     tensors: &Tensors<'_>,
     upstream: &Tensor,
     gradients: [&Tensor; 3],
+    of_sinks: Option<&Tensor>,
     scores: Scores,
 ) -> Result<()> {
     let mut operands = Operands::new(NAME, Device::Cpu);
@@ -167,10 +183,18 @@ pub(crate) fn backward(
         k: add(Access::Write, "gradient of k", gradients[1], kv_heads)?,
         v: add(Access::Write, "gradient of v", gradients[2], kv_heads)?,
     };
+    let computed = compute_kind(kind).unwrap_or(Kind::Float);
+    let sinks_at = of_sinks.map(|of_sinks| {
+        operands.contiguous(Access::Write, "gradient of sinks", of_sinks, computed, &[heads][..])
+    });
+    let sinks_at = sinks_at.transpose()?;
     operands.check()?;
     if is_empty {
         // No query sees the keys, if there are any.
-        gradients.into_iter().try_for_each(|gradient| gradient.shallow_clone().f_zero_().map(drop))?;
+        gradients
+            .into_iter()
+            .chain(of_sinks)
+            .try_for_each(|gradient| gradient.shallow_clone().f_zero_().map(drop))?;
         return Ok(());
     }
     let run = match kind {
@@ -179,7 +203,15 @@ pub(crate) fn backward(
         Kind::Half => backward_of::<f16>,
         _ => backward_of::<f32>,
     };
-    run(&pass, heads_of_gradients, batch)
+    run(&pass, heads_of_gradients, batch)?;
+    let Some(at) = sinks_at else { return Ok(()) };
+    let run = match kind {
+        Kind::Double => sink::gradient::<f64>,
+        Kind::BFloat16 => sink::gradient::<bf16>,
+        Kind::Half => sink::gradient::<f16>,
+        _ => sink::gradient::<f32>,
+    };
+    run(&pass, heads_of_gradients.o, batch, at)
 }
 
 fn backward_of<X: Element>(pass: &Pass, gradients: Gradients, batch: usize) -> Result<()> {
@@ -282,7 +314,7 @@ struct Checked {
 
 /// Checks the tensors of a pass, and gives its addresses and sizes. The results are written in a forward.
 fn check(operands: &mut Operands, tensors: &Tensors<'_>, scores: Scores, results: Access) -> Result<Checked> {
-    let &Tensors { joint, q, k, v, o, log_sums } = tensors;
+    let &Tensors { joint, q, k, v, o, log_sums, sinks } = tensors;
     let (of_q, of_k) = (TensorLayout::of(q)?, TensorLayout::of(k)?);
     let (kind, size) = (of_q.kind(), of_q.size());
     let [batch, heads, tokens, head] = dimensions(size, joint)?;
@@ -318,6 +350,9 @@ fn check(operands: &mut Operands, tensors: &Tensors<'_>, scores: Scores, results
             computed,
             &[batch, heads, tokens][..],
         )?,
+        sinks: sinks
+            .map(|sinks| operands.contiguous(Access::Read, "sinks", sinks, computed, &[heads][..]))
+            .transpose()?,
     };
     Ok(Checked { pass, batch: batch as usize, kv_heads, kind, is_empty: of_q.numel() == 0 })
 }

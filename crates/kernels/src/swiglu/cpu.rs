@@ -60,7 +60,7 @@ pub(super) fn backward(tensors: &Backward<'_>) -> Result<()> {
 
 /// # Safety
 /// As [`run_typed`], with elements of this dtype, one of those that [`takes`] names.
-unsafe fn run(kind: Kind, pass: impl Pass) -> Result<()> {
+pub(super) unsafe fn run(kind: Kind, pass: impl Pass) -> Result<()> {
     // SAFETY: by this function's contract.
     unsafe {
         match kind {
@@ -78,7 +78,7 @@ const BLOCK: usize = 64;
 const TASK: usize = 32 * 1024;
 
 /// An elementwise computation over matrices of one shape.
-trait Pass: Copy + Send + Sync {
+pub(super) trait Pass: Copy + Send + Sync {
     fn matrices(&self) -> impl Iterator<Item = Rows>;
 
     /// # Safety
@@ -158,7 +158,7 @@ impl Pass for BackwardRows {
 }
 
 #[inline(always)]
-fn at<T>(matrix: Rows, row: usize, column: usize) -> *mut T {
+pub(super) fn at<T>(matrix: Rows, row: usize, column: usize) -> *mut T {
     (matrix.pointer as *mut T).wrapping_add(row * matrix.row_stride + column)
 }
 

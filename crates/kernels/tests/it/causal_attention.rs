@@ -27,7 +27,7 @@ fn inputs(shape: [i64; 5], kind: Kind, seed: u64) -> [Tensor; 4] {
 }
 
 /// The output and the gradients of q, k and v, by operators on all pairs, in f64.
-fn oracle([q, k, v, upstream]: &[Tensor; 4], options: CausalOptions) -> Vec<Tensor> {
+fn oracle([q, k, v, upstream]: &[Tensor; 4], options: CausalOptions<'_>) -> Vec<Tensor> {
     let scale = options.scale.unwrap_or(1.0 / (q.size()[3] as f64).sqrt());
     let [q, k, v] = [q, k, v].map(|x| x.to_kind(Kind::Double).detach().set_requires_grad(true));
     let (heads, kv_heads, tokens) = (q.size()[1], k.size()[1], q.size()[2]);
@@ -46,7 +46,7 @@ fn with_gradients(o: Tensor, inputs: &[&Tensor], upstream: &Tensor) -> Vec<Tenso
     std::iter::once(o.detach()).chain(gradients.into_iter().map(Option::unwrap)).collect()
 }
 
-fn fused([q, k, v, upstream]: &[Tensor; 4], options: CausalOptions) -> Vec<Tensor> {
+fn fused([q, k, v, upstream]: &[Tensor; 4], options: CausalOptions<'_>) -> Vec<Tensor> {
     let [q, k, v] = [q, k, v].map(|x| x.detach().set_requires_grad(true));
     let o = causal_attention(&q, &k, &v, options).unwrap();
     with_gradients(o, &[&q, &k, &v], upstream)
@@ -58,10 +58,10 @@ fn error(found: &Tensor, expected: &Tensor) -> f64 {
     difference / expected.abs().max().double_value(&[])
 }
 
-const PLAIN: CausalOptions = CausalOptions { scale: None, window: None, cap: None };
+const PLAIN: CausalOptions<'static> = CausalOptions { scale: None, window: None, cap: None, sinks: None };
 
 /// Scales, windows within a block, of a block and over several, caps that change all scores and few.
-const OPTIONS: [CausalOptions; 8] = [
+const OPTIONS: [CausalOptions<'static>; 8] = [
     PLAIN,
     CausalOptions { scale: Some(0.31), ..PLAIN },
     CausalOptions { window: Some(1), ..PLAIN },
@@ -187,7 +187,7 @@ fn rows_have_the_bits_of_heads() {
 fn derivatives_match_finite_differences() {
     let [q, k, v, _] = inputs([1, 5, 4, 2, 3], Kind::Double, 11);
     let inputs = [q, k, v].map(|x| x.contiguous().set_requires_grad(true));
-    let bent = CausalOptions { scale: Some(0.7), window: Some(3), cap: Some(0.9) };
+    let bent = CausalOptions { scale: Some(0.7), window: Some(3), cap: Some(0.9), ..PLAIN };
     for options in [CausalOptions { scale: Some(0.7), ..PLAIN }, bent] {
         let attend =
             |inputs: &[Tensor]| Ok(vec![causal_attention(&inputs[0], &inputs[1], &inputs[2], options)?]);
@@ -313,7 +313,7 @@ fn attention_of_one_query_matches_the_formula() {
                 (None, None, Some(2.5)),
                 (Some(&mask), None, Some(0.7)),
             ] {
-                let options = SingleQueryOptions { mask, scale, cap };
+                let options = SingleQueryOptions { mask, scale, cap, sinks: None };
                 let found = single_query_attention(&q, &k, &v, options).unwrap();
                 let [q, k, v] = [&q, &k, &v].map(|x| x.to_kind(Kind::Double));
                 let grouped = q.view([batch, kv_heads, heads / kv_heads, head]);

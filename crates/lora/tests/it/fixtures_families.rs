@@ -15,7 +15,7 @@ use tch::{Device, Kind, Tensor};
 const LOGITS: f64 = 1e-4;
 const LOSS: f64 = 1e-5;
 const GRADIENT: f64 = 1e-4;
-const FAMILIES: [&str; 17] = [
+const FAMILIES: [&str; 18] = [
     "llama",
     "qwen2",
     "qwen3",
@@ -25,6 +25,7 @@ const FAMILIES: [&str; 17] = [
     "qwen3_5",
     "qwen3_5_equal",
     "qwen3_5_moe",
+    "gpt_oss",
     "mistral",
     "smollm3",
     "granite",

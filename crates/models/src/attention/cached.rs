@@ -13,13 +13,13 @@ use crate::error::Result;
 /// `[b, t, heads·head]`.
 ///
 /// `mask`, `[b or 1, 1, t, n]`, bool, is true where a query attends. Without a mask, either t = 1 and the query attends to all
-/// keys, or t = n and attention is causal. Of the options, the scale and the cap apply.
+/// keys, or t = n and attention is causal. Of the options, the scale, the cap and the sinks apply.
 pub(crate) fn cached_attention(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
     mask: Option<&Tensor>,
-    options: &AttentionConfig,
+    options: &AttentionConfig<'_>,
 ) -> Result<Tensor> {
     let (batch, new, heads, head) = q.size4()?;
     let (_, kv_heads, keys, _) = k.size4()?;
@@ -28,10 +28,11 @@ pub(crate) fn cached_attention(
     if new == 1 && takes(q.device(), q.kind()) {
         // `[b or 1, 1, 1, n]`.
         let mask = mask.map(|mask| mask.f_reshape([-1, keys])).transpose()?;
-        let options = SingleQueryOptions { mask: mask.as_ref(), scale, cap: options.softcap };
+        let options =
+            SingleQueryOptions { mask: mask.as_ref(), scale, cap: options.softcap, sinks: options.sinks };
         return flat(single_query_attention(&q.f_reshape([batch, heads, head])?, k, v, options)?);
     }
-    if options.softcap.is_some() {
+    if !options.is_plain() {
         let repeat = |x: &Tensor| -> Result<Tensor> {
             let group = heads / kv_heads;
             let groups = x.f_unsqueeze(2)?.f_expand([batch, kv_heads, group, keys, head], false)?;

@@ -12,7 +12,7 @@ pub(super) fn explicit(
     k: &Tensor,
     v: &Tensor,
     visible: &Tensor,
-    options: &AttentionConfig,
+    options: &AttentionConfig<'_>,
 ) -> Result<Tensor> {
     let [q, k, v] = [q.f_transpose(1, 2)?, k.f_transpose(1, 2)?, v.f_transpose(1, 2)?];
     Ok(of_heads(&q, &k, &v, visible, options)?.f_transpose(1, 2)?)
@@ -25,7 +25,7 @@ pub(super) fn of_heads(
     k: &Tensor,
     v: &Tensor,
     visible: &Tensor,
-    options: &AttentionConfig,
+    options: &AttentionConfig<'_>,
 ) -> Result<Tensor> {
     let scale = options.scale_of(q.size()[3]);
     let scores = q.f_matmul(&k.f_transpose(2, 3)?)?.try_mul_scalar(scale)?;
@@ -36,10 +36,23 @@ pub(super) fn of_heads(
     // The softmax of low precision is computed in fp32 and rounded for the product.
     let wide = if low(scores.kind()) { Kind::Float } else { scores.kind() };
     let hidden = visible.f_logical_not()?;
-    let weights = scores.try_masked_fill(&hidden, f64::NEG_INFINITY)?.f_softmax(-1, wide)?;
+    let scores_seen = scores.try_masked_fill(&hidden, f64::NEG_INFINITY)?;
+    let weights = match options.sinks {
+        Some(sinks) => softmax_with(sinks, &scores_seen, wide)?,
+        None => scores_seen.f_softmax(-1, wide)?,
+    };
     let weights = weights.f_to_kind(scores.kind())?;
     let weights = if options.dropout > 0.0 { weights.f_dropout(options.dropout, true)? } else { weights };
     Ok(weights.f_matmul(v)?)
+}
+
+/// The softmax of scores `[b, heads, queries, keys]` and one sink for each head, without the sink's weight.
+fn softmax_with(sinks: &Tensor, scores: &Tensor, wide: Kind) -> Result<Tensor> {
+    let (batch, heads, queries, keys) = scores.size4()?;
+    let column =
+        sinks.f_to_kind(wide)?.f_view([1, heads, 1, 1])?.f_expand([batch, heads, queries, 1], false)?;
+    let all = Tensor::f_cat(&[scores.f_to_kind(wide)?, column], -1)?;
+    Ok(all.f_softmax(-1, wide)?.f_narrow(-1, 0, keys)?)
 }
 
 /// 0 where a query attends, −∞ elsewhere, in the scores' dtype.

@@ -20,13 +20,13 @@ pub(crate) fn over_window(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    options: &AttentionConfig,
+    options: &AttentionConfig<'_>,
 ) -> runtime::Result<Tensor> {
     let of_q = TensorLayout::of(q)?;
     let sequence = of_q.size()[2];
     if has_kernel(&of_q, options) {
-        let &AttentionConfig { scale, window, softcap: cap, .. } = options;
-        return fused::causal_attention(q, k, v, CausalOptions { scale, window, cap });
+        let &AttentionConfig { scale, window, softcap: cap, sinks, .. } = options;
+        return fused::causal_attention(q, k, v, CausalOptions { scale, window, cap, sinks });
     }
     let Some(window) = options.window.filter(|&window| window < sequence) else {
         return attend(q, k, v, None, options);
@@ -64,7 +64,7 @@ pub(crate) fn attention_of_rows(
     k: &Tensor,
     v: &Tensor,
     head: i64,
-    options: &AttentionConfig,
+    options: &AttentionConfig<'_>,
 ) -> Result<Tensor> {
     let layouts = [TensorLayout::of(q)?, TensorLayout::of(k)?, TensorLayout::of(v)?];
     let by_heads = |layout: &TensorLayout| match layout.size() {
@@ -73,13 +73,14 @@ pub(crate) fn attention_of_rows(
     };
     let sizes = layouts.each_ref().map(by_heads);
     let [_, sequence, ..] = check_sizes(sizes.each_ref().map(Vec::as_slice), options)?;
-    let &AttentionConfig { scale, softcap: cap, .. } = options;
-    let options = CausalOptions { scale, window: options.window.filter(|&window| window < sequence), cap };
+    let &AttentionConfig { scale, softcap: cap, sinks, .. } = options;
+    let window = options.window.filter(|&window| window < sequence);
+    let options = CausalOptions { scale, window, cap, sinks };
     precision::attend(q, k, v, &|q, k, v| fused::causal_attention_of_rows(q, k, v, head, options))
 }
 
-/// Returns whether the kernel of `kernels` computes this attention. It supports windows, soft caps and grouped heads, but no dropout.
-pub(crate) fn has_kernel(q: &TensorLayout, options: &AttentionConfig) -> bool {
+/// Returns whether the kernel of `kernels` computes this attention. It supports windows, soft caps, sinks and grouped heads, but no dropout.
+pub(crate) fn has_kernel(q: &TensorLayout, options: &AttentionConfig<'_>) -> bool {
     options.dropout == 0.0 && fused::takes(q.device(), q.kind())
 }
 
@@ -89,10 +90,10 @@ fn attend(
     k: &Tensor,
     v: &Tensor,
     mask: Option<&Tensor>,
-    options: &AttentionConfig,
+    options: &AttentionConfig<'_>,
 ) -> runtime::Result<Tensor> {
-    let &AttentionConfig { dropout, scale, softcap, .. } = options;
-    if softcap.is_none() {
+    let &AttentionConfig { dropout, scale, .. } = options;
+    if options.is_plain() {
         return scaled_dot_product(q, k, v, ScaledDotProductOptions { mask, dropout, scale });
     }
     let visible = match mask {

@@ -17,15 +17,6 @@ pub(super) fn divide(file: &mut TensorsFile) {
     file.divide(&|entry: &Entry| parts(&entry.name, &entry.shape));
 }
 
-/// Returns the name of the first part of such a tensor, or the name of any other.
-pub(super) fn first_part(name: &str) -> String {
-    match split(name) {
-        Some((layer, "gate_up_proj")) => format!("{layer}.0.gate_proj.weight"),
-        Some((layer, projection)) => format!("{layer}.0.{projection}.weight"),
-        None => name.to_owned(),
-    }
-}
-
 /// Splits the name of such a tensor into `….mlp.experts` and its projection.
 fn split(name: &str) -> Option<(&str, &str)> {
     let (experts, projection) = name.rsplit_once('.')?;
@@ -90,7 +81,6 @@ mod tests {
             assert_eq!(read(&name("up_proj"), [2, 5]), gate_up.get(expert).narrow(0, 2, 2));
             assert_eq!(read(&name("down_proj"), [5, 2]), down.get(expert));
         }
-        assert_eq!(first_part(&named[0].0), format!("{layer}.0.gate_proj.weight"));
         assert_eq!(parts(&named[0].0, &[1 << 40, 2, 1]), None);
         assert_eq!(parts(&named[0].0, &[3, 3, 5]), None);
     }

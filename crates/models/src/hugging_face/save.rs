@@ -10,7 +10,7 @@ use kernels::quantized::matrix_shape;
 use serde_json::{Map, Value, json};
 use tch::{Kind, Tensor};
 
-use super::{CONFIG, INDEX, SINGLE, bitsandbytes, tensor_name};
+use super::{CONFIG, INDEX, SINGLE, bitsandbytes, clamped_experts, tensor_name};
 use crate::error::{Error, Result};
 use crate::llama::{DecoderConfig, Llama};
 use crate::state_dict::{check_fit, state_dict};
@@ -64,6 +64,13 @@ pub fn save_with(
 
 /// The files of a model with weights in NF4, as bitsandbytes has them.
 fn quantized(config: &DecoderConfig, state: &[(String, Tensor)], limit: u64) -> Result<ModelFiles<'static>> {
+    if config.family.facts().has_clamped_experts {
+        let reason = format!(
+            "a `{}` in NF4 cannot be saved, because bitsandbytes quantizes no experts that are one tensor; load it in bfloat16, and save that",
+            config.family.model_type()
+        );
+        return Err(Error::invalid("hugging_face::save", reason));
+    }
     let shape = |tensor: &Tensor| matrix_shape(tensor).map_or_else(|| tensor.size(), |shape| shape.to_vec());
     let given = state.iter().map(|(name, tensor)| (&**name, shape(tensor))).collect();
     check_fit(&config.shapes(), &given, "the saved model")?;
@@ -106,7 +113,7 @@ impl<'a> ModelFiles<'a> {
             let name = tensor_name(tensor.name());
             tensor.renamed(name)
         };
-        let tensors: Vec<LazyTensor<'a>> = tensors.into_iter().map(name).collect();
+        let tensors = clamped_experts::join(config, tensors.into_iter().map(name).collect())?;
         Self::divided(config_json(config, &tensors), tensors, max_shard_bytes)
     }
 

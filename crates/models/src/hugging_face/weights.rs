@@ -10,6 +10,7 @@ use kernels::quantized::{self, blocks};
 use tch::{Device, Kind, Tensor};
 
 use super::bitsandbytes::{self, Locations, Quantized};
+use super::clamped_experts;
 use super::experts;
 use super::gguf_weights::GgufWeights;
 use super::index::Index;
@@ -64,7 +65,7 @@ impl Weights {
         let numbers: BTreeMap<&str, usize> = names.into_iter().zip(0..).collect();
         let weights = Self::collect(path, files)?;
         for (tensor, shard) in index.locations() {
-            let first = experts::first_part(tensor);
+            let first = clamped_experts::first_part(tensor);
             let index = model_name(&first)
                 .and_then(|name| weights.locations.get(name).or_else(|| weights.beside.get(name)));
             if model_name(tensor).is_some() && index.map(|index| index.0) != numbers.get(shard).copied() {
@@ -76,7 +77,11 @@ impl Weights {
     }
 
     fn collect(path: &Path, mut files: Vec<TensorsFile>) -> Result<Self> {
-        files.iter_mut().for_each(experts::divide);
+        if clamped_experts::have_layout(&files) {
+            files.iter_mut().try_for_each(clamped_experts::divide)?;
+        } else {
+            files.iter_mut().for_each(experts::divide);
+        }
         let (mut locations, mut beside) = (Locations::new(), Locations::new());
         let names =
             || files.iter().flat_map(|file| file.entries()).filter_map(|entry| model_name(&entry.name));
@@ -215,7 +220,12 @@ impl Weights {
             return None;
         }
         let (file, entry) = self.entry(*self.locations.get(name)?);
-        Some(file.location(entry))
+        entry.is_dense().then(|| file.location(entry))
+    }
+
+    /// Whether every tensor's values are in a file one after the other.
+    pub(super) fn have_locations(&self) -> bool {
+        self.gguf.is_none() && self.locations.keys().all(|name| self.location(name).is_some())
     }
 
     /// Copies all tensors into a model, after checking that all match.

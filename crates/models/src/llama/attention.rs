@@ -9,7 +9,7 @@ use super::{DecoderConfig, norm};
 use crate::attention::{AttentionConfig, AttentionPath, attention, attention_of_rows, has_kernel};
 use crate::error::{Error, Result, wrong_shape};
 use crate::init::Init;
-use crate::linear::{Linear, project_all};
+use crate::linear::{Linear, dense_kind, project_all};
 use crate::module::{Attention, Context, Module, Projection, Visitor, VisitorMut};
 use crate::norm::RmsNorm;
 
@@ -17,6 +17,8 @@ use crate::norm::RmsNorm;
 pub(super) struct SelfAttention {
     projections: Projections,
     o_proj: Box<dyn Projection>,
+    /// The sink of each query head, in a family with sinks.
+    sinks: Option<Tensor>,
     /// Norms of queries and keys, and whether they cover all heads of a token.
     norms: Option<([RmsNorm; 2], bool)>,
     rope: Option<Rotary>,
@@ -25,7 +27,18 @@ pub(super) struct SelfAttention {
     /// Whether each head of queries has a gate after it.
     is_gated: bool,
     head: i64,
-    options: AttentionConfig,
+    options: Options,
+}
+
+/// The options of the attention but for its sinks.
+#[derive(Debug, Clone, Copy)]
+struct Options {
+    path: AttentionPath,
+    /// In training.
+    dropout: f64,
+    scale: Option<f64>,
+    window: Option<i64>,
+    softcap: Option<f64>,
 }
 
 /// The projections to queries, keys and values.
@@ -74,6 +87,10 @@ impl SelfAttention {
             }
         };
         let o_proj = linear(of_queries, hidden, config.has_bias(BiasOption::AttentionOutput))?;
+        let sinks = config.family.facts().has_sinks;
+        let sinks = sinks
+            .then(|| init.parameter(&[config.num_attention_heads], (dense_kind(options.0), options.1)))
+            .transpose()?;
         let norms = |widths: [i64; 2], covers_all: bool| -> Result<_> {
             Ok(Some(([norm(config, widths[0], options)?, norm(config, widths[1], options)?], covers_all)))
         };
@@ -82,14 +99,14 @@ impl SelfAttention {
             QueryKeyNorm::PerHead => norms([head; 2], false)?,
             QueryKeyNorm::AllHeads => norms([of_queries, of_keys], true)?,
         };
-        let options = AttentionConfig {
+        let options = Options {
             path: config.attention,
             dropout: config.attention_dropout,
             scale: config.attention_scale(),
             window: config.window(layer),
             softcap: config.attn_logit_softcapping,
         };
-        Ok(Self { projections, o_proj, norms, rope, layer: cache_index, is_gated, head, options })
+        Ok(Self { projections, o_proj, sinks, norms, rope, layer: cache_index, is_gated, head, options })
     }
 
     /// Queries, keys and values, `[b, t, width]`.
@@ -125,9 +142,10 @@ impl SelfAttention {
         Ok((flat(&pairs[0])?, flat(&pairs[1])?))
     }
 
-    fn options_for(&self, context: &Context<'_>) -> AttentionConfig {
-        let dropout = if context.training { self.options.dropout } else { 0.0 };
-        AttentionConfig { dropout, ..self.options }
+    fn options_for(&self, context: &Context<'_>) -> AttentionConfig<'_> {
+        let Options { path, dropout, scale, window, softcap } = self.options;
+        let dropout = if context.training { dropout } else { 0.0 };
+        AttentionConfig { path, dropout, scale, window, softcap, sinks: self.sinks.as_ref() }
     }
 }
 
@@ -197,6 +215,7 @@ impl Module for SelfAttention {
             Projections::Joint { qkv, .. } => visitor.part("qkv_proj", &**qkv),
         }
         visitor.part("o_proj", &*self.o_proj);
+        visitor.optional_parameter("sinks", self.sinks.as_ref());
         if let Some(([q_norm, k_norm], _)) = &self.norms {
             visitor.part("q_norm", q_norm);
             visitor.part("k_norm", k_norm);
@@ -213,6 +232,7 @@ impl Module for SelfAttention {
             Projections::Joint { qkv, .. } => visitor.projection("qkv_proj", qkv)?,
         }
         visitor.projection("o_proj", &mut self.o_proj)?;
+        visitor.optional_parameter("sinks", self.sinks.as_mut())?;
         if let Some(([q_norm, k_norm], _)) = &mut self.norms {
             visitor.part("q_norm", q_norm)?;
             visitor.part("k_norm", k_norm)?;

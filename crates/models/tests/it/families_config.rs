@@ -51,6 +51,20 @@ fn published_files_are_read_as_transformers_reads_them() {
     });
     let mixture = check(Family::Qwen3Moe, [151_936, 2048, 6144, 48, 32, 4], fields, 30_532_122_624);
     assert_eq!(mixture.mixture_layers(), 48);
+    // gpt-oss-20b, as published: the count is that of transformers' `GptOssForCausalLM`.
+    let fields = json!({
+        "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4, "attention_bias": true,
+        "rope_theta": 150_000, "swiglu_limit": 7.0, "sliding_window": 128, "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
+            "original_max_position_embeddings": 4096
+        },
+    });
+    let gpt_oss = check(Family::GptOss, [201_088, 2880, 2880, 24, 64, 8], fields, 20_914_757_184);
+    assert!((0..24).all(|layer| gpt_oss.window(layer) == (layer % 2 == 0).then_some(128)));
+    // A file without a rotary embedding has that of the published models.
+    let plain = read(&file("gpt_oss", [201_088, 2880, 2880, 24, 64, 8], &json!({ "num_local_experts": 32 })))
+        .unwrap();
+    assert_eq!((plain.rope, plain.parameter_count()), (gpt_oss.rope, 20_914_757_184));
     // The defaults of transformers' Qwen3_5TextConfig, which are those of Qwen3.5-9B; the count is that of its `Qwen3_5ForCausalLM`.
     let rope = json!({ "rope_type": "default", "rope_theta": 1e7, "mrope_section": [12, 11, 9], "mrope_interleaved": true });
     let fields = json!({ "rope_parameters": rope });
@@ -148,7 +162,7 @@ fn what_is_not_supported_is_refused_by_name() {
         (
             "qwen2_moe",
             json!({}),
-            "`model_type` is `qwen2_moe` (of the mixtures of experts, qwen3_moe and qwen3_5_moe_text are supported); expected one of llama,",
+            "`model_type` is `qwen2_moe` (of the mixtures of experts, qwen3_moe, qwen3_5_moe_text and gpt_oss are supported); expected one of llama,",
         ),
         (
             "qwen3_moe",
@@ -169,6 +183,16 @@ fn what_is_not_supported_is_refused_by_name() {
             "qwen3_moe",
             json!({ "output_router_logits": true }),
             "`output_router_logits` is true, which adds a loss of balance that is not computed here",
+        ),
+        (
+            "gpt_oss",
+            json!({ "swiglu_limit": 0.0 }),
+            "`swiglu_limit` is 0.0; expected a number from 1e-9 to 1e9",
+        ),
+        (
+            "gpt_oss",
+            json!({ "layer_types": ["sliding_attention"] }),
+            "`layer_types` has 1 entries for 4 layers",
         ),
         (
             "qwen3_next",
@@ -208,7 +232,7 @@ fn what_is_not_supported_is_refused_by_name() {
         (
             "granitemoehybrid",
             json!({}),
-            "(of the mixtures of experts, qwen3_moe and qwen3_5_moe_text are supported)",
+            "(of the mixtures of experts, qwen3_moe, qwen3_5_moe_text and gpt_oss are supported)",
         ),
         (
             "qwen3",

@@ -210,5 +210,5 @@ macro_rules! families {
 }
 
 families! {
-    llama qwen2 qwen3 qwen3_yarn qwen3_moe qwen3_moe_some qwen3_5 qwen3_5_equal qwen3_5_moe mistral smollm3 granite olmo2 gemma3 gemma2 phi3 phi3_long
+    llama qwen2 qwen3 qwen3_yarn qwen3_moe qwen3_moe_some qwen3_5 qwen3_5_equal qwen3_5_moe gpt_oss mistral smollm3 granite olmo2 gemma3 gemma2 phi3 phi3_long
 }

@@ -107,7 +107,7 @@ fn unsupported_configurations_are_refused_by_name() {
     let cases = [
         (
             json!({ "model_type": "mamba" }),
-            "`model_type` is `mamba` (state-space layers are not supported); expected one of llama, qwen2, qwen3, qwen3_moe, qwen3_5_text, qwen3_5_moe_text, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, phi3",
+            "`model_type` is `mamba` (state-space layers are not supported); expected one of llama, qwen2, qwen3, qwen3_moe, qwen3_5_text, qwen3_5_moe_text, gpt_oss, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, phi3",
         ),
         (json!({ "hidden_act": "gelu" }), "`hidden_act` is `gelu`; expected silu"),
         (

@@ -10,6 +10,7 @@ mod fixtures_llama;
 mod functional_call;
 mod fuzz_files;
 mod generation;
+mod gpt_oss;
 mod hub;
 #[cfg(feature = "hub")]
 mod hub_server;

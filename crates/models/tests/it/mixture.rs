@@ -1,6 +1,6 @@
 //! The mixture of experts against all experts computed for all tokens, in f64: values and gradients.
 
-use decoder::Mixture;
+use decoder::{ClampedSwiglu, Mixture};
 use models::module::{Context, Mlp, freeze, tensors};
 use models::{Init, SparseMlp};
 use runtime::autograd::{Keep, grad};
@@ -10,15 +10,20 @@ const EXPERTS: i64 = 5;
 const PER_TOKEN: i64 = 2;
 
 fn mixture(normalizes: bool) -> SparseMlp {
+    created(normalizes, None)
+}
+
+fn created(normalizes: bool, clamped: Option<ClampedSwiglu>) -> SparseMlp {
     let mixture = Mixture {
         experts: EXPERTS,
         per_token: PER_TOKEN,
         intermediate_size: 7,
         // In Qwen3.5.
-        shared: normalizes.then_some(9),
+        shared: (normalizes && clamped.is_none()).then_some(9),
         normalizes,
         step: 1,
         dense_layers: Vec::new(),
+        clamped,
     };
     SparseMlp::new(6, &mixture, Init::Normal { std: 0.8 }, kind::DOUBLE_CPU).unwrap()
 }
@@ -88,6 +93,55 @@ fn values_and_gradients_are_those_of_all_experts() {
         let frozen = of(&y, &[&x]).remove(0).unwrap();
         assert!(difference(&frozen, of_x.as_ref().unwrap()) < 1e-14, "frozen, normalizes: {normalizes}");
     }
+}
+
+/// gpt-oss's: biases everywhere, the softmax of the chosen logits, limits that some numbers exceed.
+#[test]
+fn clamped_experts_and_their_biases_have_the_gradients_of_the_formula() {
+    tch::manual_seed(6);
+    let clamped = ClampedSwiglu { alpha: 1.3, limit: 0.9 };
+    let mlp = created(true, Some(clamped));
+    let tensors = named(&mlp);
+    for (name, tensor) in &tensors {
+        if name.ends_with("bias") {
+            let _no_grad = tch::no_grad_guard();
+            tensor.shallow_clone().copy_(&Tensor::randn_like(tensor));
+        }
+    }
+    let weight = |name: String| &tensors.iter().find(|(other, _)| *other == name).unwrap().1;
+    let x = Tensor::randn([12, 6], kind::DOUBLE_CPU).set_requires_grad(true);
+    let linear = |x: &Tensor, name: &str| {
+        x.matmul(&weight(format!("{name}.weight")).tr()) + weight(format!("{name}.bias"))
+    };
+    let logits = linear(&x, "router");
+    let (largest, chosen) = logits.topk(PER_TOKEN, -1, true, true);
+    let weights = logits.zeros_like().scatter(-1, &chosen, &largest.softmax(-1, Kind::Double));
+    let mut expected = x.zeros_like();
+    for expert in 0..EXPERTS {
+        let name = |projection: &str| format!("experts.{expert}.{projection}");
+        let gate = linear(&x, &name("gate_proj")).clamp_max(clamped.limit);
+        let up = linear(&x, &name("up_proj")).clamp(-clamped.limit, clamped.limit);
+        let inner = (up + 1.0) * &gate * (&gate * clamped.alpha).sigmoid();
+        expected += weights.narrow(1, expert, 1) * linear(&inner, &name("down_proj"));
+    }
+    let found = mlp.forward(&x, &Context::default()).unwrap();
+    assert!(difference(&found, &expected) < 1e-12);
+    let slopes = Tensor::randn([12, 6], kind::DOUBLE_CPU);
+    let inputs: Vec<&Tensor> = [&x].into_iter().chain(tensors.iter().map(|(_, tensor)| tensor)).collect();
+    let of = |y: &Tensor, inputs: &[&Tensor]| {
+        grad(&[&(y * &slopes).sum(Kind::Double)], &[None], inputs, Keep::default()).unwrap()
+    };
+    let mut of_x = None;
+    for (index, (expected, found)) in of(&expected, &inputs).into_iter().zip(of(&found, &inputs)).enumerate()
+    {
+        let name = if index == 0 { "x" } else { tensors[index - 1].0.as_str() };
+        let (expected, found) = (expected.unwrap(), found.unwrap_or_else(|| panic!("{name}: no gradient")));
+        assert!(difference(&found, &expected) < 1e-11, "{name}");
+        of_x.get_or_insert(found);
+    }
+    freeze(&mlp, ".*", true).unwrap();
+    let frozen = of(&mlp.forward(&x, &Context::default()).unwrap(), &[&x]).remove(0).unwrap();
+    assert!(difference(&frozen, of_x.as_ref().unwrap()) < 1e-14);
 }
 
 #[test]

@@ -1,4 +1,4 @@
-//! Attention within a sliding window, with its own scale and a cap: every implementation against the explicit one.
+//! Attention within a sliding window, with its own scale, a cap and sinks: every implementation against the explicit one.
 
 use models::attention::{AttentionConfig, AttentionPath, Documents, attention};
 use runtime::memory::Region;
@@ -8,33 +8,38 @@ fn random(shape: [i64; 4]) -> Tensor {
     Tensor::randn(shape, (Kind::Double, Device::Cpu)).set_requires_grad(true)
 }
 
-fn run(qkv: &[Tensor; 3], documents: Option<&Documents>, options: &AttentionConfig) -> Vec<Tensor> {
+fn run(qkv: &[Tensor; 3], documents: Option<&Documents>, options: &AttentionConfig<'_>) -> Vec<Tensor> {
     let [q, k, v] = qkv;
     let output = attention(q, k, v, documents, options).unwrap();
     let weights = Tensor::arange(output.numel() as i64, (Kind::Double, Device::Cpu)).sin().view_as(&output);
     let loss = (&output * weights).sum(Kind::Double);
-    let found = runtime::autograd::grad(&[&loss], &[None], &[q, k, v], Default::default()).unwrap();
+    let inputs: Vec<&Tensor> = [q, k, v].into_iter().chain(options.sinks).collect();
+    let found = runtime::autograd::grad(&[&loss], &[None], &inputs, Default::default()).unwrap();
     std::iter::once(output.detach()).chain(found.into_iter().map(Option::unwrap)).collect()
 }
 
 /// Rows long enough for several chunks, windows below and above a chunk's length.
 #[test]
-fn windows_scales_and_caps_agree_in_every_path() {
+fn windows_scales_caps_and_sinks_agree_in_every_path() {
     let packed = Documents::new(&[&[140usize, 3, 57], &[64, 65, 71]], Device::Cpu).unwrap();
     let qkv = [random([2, 200, 4, 4]), random([2, 200, 2, 4]), random([2, 200, 2, 4])];
-    for (documents, window, scale, softcap) in [
-        (None, None, Some(0.9), None),
-        (None, Some(1), None, None),
-        (None, Some(70), Some(0.9), None),
-        (None, Some(199), None, None),
-        (None, Some(1000), Some(0.9), Some(1.5)),
-        (None, Some(20), Some(0.9), Some(1.5)),
-        (Some(&packed), Some(2), Some(0.9), None),
-        (Some(&packed), Some(70), None, None),
-        (Some(&packed), Some(65), Some(0.9), Some(1.5)),
-        (Some(&packed), None, None, Some(0.2)),
+    let sinks = Tensor::from_slice(&[0.3f64, -2.0, 1.5, 4.0]).set_requires_grad(true);
+    for (documents, window, scale, softcap, has_sinks) in [
+        (None, None, Some(0.9), None, false),
+        (None, Some(1), None, None, false),
+        (None, Some(70), Some(0.9), None, true),
+        (None, Some(199), None, None, false),
+        (None, Some(1000), Some(0.9), Some(1.5), false),
+        (None, Some(20), Some(0.9), Some(1.5), true),
+        (None, None, None, None, true),
+        (Some(&packed), Some(2), Some(0.9), None, true),
+        (Some(&packed), Some(70), None, None, false),
+        (Some(&packed), Some(65), Some(0.9), Some(1.5), false),
+        (Some(&packed), None, None, Some(0.2), false),
+        (Some(&packed), None, None, None, true),
     ] {
-        let options = |path| AttentionConfig { path, dropout: 0.0, scale, window, softcap };
+        let sinks = has_sinks.then_some(&sinks);
+        let options = |path| AttentionConfig { path, dropout: 0.0, scale, window, softcap, sinks };
         let oracle = run(&qkv, documents, &options(AttentionPath::Explicit));
         for path in [AttentionPath::DenseMask, AttentionPath::Fused] {
             for (found, expected) in run(&qkv, documents, &options(path)).iter().zip(&oracle) {

@@ -29,6 +29,7 @@ fn config() -> DecoderConfig {
         normalizes: true,
         step: 1,
         dense_layers: Vec::new(),
+        clamped: None,
     };
     DecoderConfig {
         family: Family::Qwen3Moe,

@@ -129,7 +129,14 @@ fn a_tiled_mlp_leaves_what_it_keeps() {
 #[test]
 fn a_mixture_of_experts_leaves_what_it_keeps() {
     let qwen3 = presets::find("qwen3-0.6b").unwrap();
-    let experts = ExpertSizes { layers: qwen3.layers, count: 32, per_token: 4, feed_forward: 384, shared: 0 };
+    let experts = ExpertSizes {
+        layers: qwen3.layers,
+        count: 32,
+        per_token: 4,
+        feed_forward: 384,
+        shared: 0,
+        biases: false,
+    };
     let sizes = Sizes { family: Family::Qwen3Moe, experts: Some(experts), ..*qwen3 };
     let model = Decoder::new(sizes).unwrap();
     let lora = LowRank { on_cpu: true, ..LowRank::default() };

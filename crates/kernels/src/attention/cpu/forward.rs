@@ -8,6 +8,7 @@ use pulp::{Simd, WithSimd};
 use super::Pass;
 use super::block::{BLOCK, LANES, Scratch, rows, transposed, untransposed, visible};
 use super::product::Product;
+use super::sink::close;
 use crate::simd::{Element, Real};
 
 /// Returns the number of elements of scratch memory that a worker needs.
@@ -38,7 +39,6 @@ impl<X: Element> WithSimd for Block<'_, X> {
             scratch.parts([BLOCK * BLOCK, padded * BLOCK, padded * BLOCK, padded * BLOCK, padded * BLOCK]);
         let queries = BLOCK.min(pass.tokens - first);
         let kv_head = head / pass.group;
-        let one = X::Compute::ONE;
         let mut most = [X::Compute::from_f64(-3e38); BLOCK];
         let mut sums = [X::Compute::ZERO; BLOCK];
         // c·q, transposed: a lane for each query.
@@ -111,10 +111,8 @@ impl<X: Element> WithSimd for Block<'_, X> {
             }
         }
         // o_i is divided by its sum, and L_i = m + ln Σ.
-        let mut shares = sums;
-        for share in &mut shares {
-            *share = one / *share;
-        }
+        // SAFETY: nothing writes the sinks.
+        let shares = close(unsafe { pass.sink(head) }, &mut most, &mut sums);
         // SAFETY: the rows lie in the outputs, and no other task has this block of this head.
         unsafe {
             let to = pass.o.row::<X>(batch, head, first);

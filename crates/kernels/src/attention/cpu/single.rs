@@ -29,6 +29,8 @@ pub(crate) struct Single<'a> {
     pub(crate) o: &'a Tensor,
     /// `[batch, keys]`, bool, dense rows: which keys are seen.
     pub(crate) mask: Option<&'a Tensor>,
+    /// `[heads]`, contiguous, of the dtype that is computed in.
+    pub(crate) sinks: Option<&'a Tensor>,
 }
 
 #[derive(Clone, Copy)]
@@ -46,6 +48,8 @@ struct Pass {
     o: Heads,
     /// The mask's address and its stride of rows.
     mask: Option<(usize, usize)>,
+    /// `[heads]` of the compute type.
+    sinks: Option<usize>,
     /// `[units, group, head padded + LANES]` of the compute type.
     partial: usize,
 }
@@ -82,7 +86,7 @@ pub(crate) fn single(tensors: &Single<'_>, scale: f64, cap: Option<f64>) -> Resu
 }
 
 fn single_of<X: Element>(tensors: &Single<'_>, scale: f64, cap: Option<f64>) -> Result<()> {
-    let &Single { q, k, v, o, mask } = tensors;
+    let &Single { q, k, v, o, mask, sinks } = tensors;
     let (batch, heads, head) = q.size3()?;
     let (_, kv_heads, keys, _) = k.size4()?;
     if kv_heads < 1 || heads % kv_heads != 0 || keys < 1 {
@@ -119,6 +123,9 @@ fn single_of<X: Element>(tensors: &Single<'_>, scale: f64, cap: Option<f64>) -> 
             Some(mask) => Some((mask.range()?.start, mask.stride()[0] as usize)),
             None => None,
         },
+        sinks: sinks
+            .map(|sinks| operands.contiguous(Access::Read, "sinks", sinks, X::Compute::KIND, &[heads][..]))
+            .transpose()?,
         partial: 0,
     };
     operands.check()?;
@@ -320,24 +327,32 @@ fn join<X: Element>(pass: &Pass, key_head: usize, query: usize) {
     let padded = pass.head.next_multiple_of(LANES);
     // SAFETY: all units have ended.
     let partial = |chunk: usize| unsafe { pass.partial::<X::Compute>(key_head * pass.chunks + chunk, query) };
+    let (batch, kv_head) = (key_head / pass.kv_heads, key_head % pass.kv_heads);
+    let query_head = kv_head * pass.group + query;
     let mut most = partial(0)[padded];
     for chunk in 1..pass.chunks {
         let other = partial(chunk)[padded];
         most = if other > most { other } else { most };
     }
+    // SAFETY: nothing writes the sinks, which are of this type.
+    let sink = |at: usize| unsafe { *(at as *const X::Compute).add(query_head) };
+    let sink = pass.sinks.map(sink);
+    most = sink.filter(|sink| *sink > most).unwrap_or(most);
     let factor = |chunk: usize| (partial(chunk)[padded] - most).exp_of_negative();
     let mut sum = X::Compute::ZERO;
     for chunk in 0..pass.chunks {
         sum += partial(chunk)[padded + 1] * factor(chunk);
     }
-    let (batch, kv_head) = (key_head / pass.kv_heads, key_head % pass.kv_heads);
+    if let Some(sink) = sink {
+        sum += (sink - most).exp_of_negative();
+    }
     // SAFETY: the row lies in the output, and nothing else uses it.
     let to = unsafe {
-        let to = pass.o.row::<X>(batch, kv_head * pass.group + query, 0);
+        let to = pass.o.row::<X>(batch, query_head, 0);
         std::slice::from_raw_parts_mut(to, pass.head)
     };
     let first = partial(0);
-    if pass.chunks > 1 {
+    if pass.chunks > 1 || sink.is_some() {
         let first_factor = factor(0);
         for value in &mut first[..padded] {
             *value = *value * first_factor;
