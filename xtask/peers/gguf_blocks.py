@@ -35,7 +35,7 @@ def random_blocks(kind, random):
     return blocks
 
 
-WRITTEN = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+WRITTEN = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4"]
 
 
 def values_to_encode(random):

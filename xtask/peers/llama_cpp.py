@@ -20,8 +20,8 @@ import torch
 import transformers
 import xllamacpp
 from transformers import (
-    Gemma2Config, Gemma3TextConfig, GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config, Phi3Config, Qwen2Config, Qwen3Config,
-    SmolLM3Config,
+    Gemma2Config, Gemma3TextConfig, GptOssConfig, GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config, Phi3Config, Qwen2Config,
+    Qwen3_5MoeTextConfig, Qwen3Config, Qwen3MoeConfig, SmolLM3Config,
 )
 
 from records import environment, metric
@@ -43,6 +43,11 @@ def rope(theta=10000.0, kind="default", **options):
 LONG = dict(long_factor=[1.5] * 6, short_factor=[1.1, 1.2, 1.3, 1.4, 1.5, 1.6], partial_rotary_factor=0.75)
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
+YARN = dict(factor=4.0, original_max_position_embeddings=64, truncate=False)
+GPT_OSS = dict(
+    head_dim=32, num_hidden_layers=4, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2, sliding_window=8,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+)
 SHORT, BEYOND = (3, 17, 60), (70, 85, 100)
 # Configuration, options, targets of an adapter, lengths of the prompts.
 CASES = {
@@ -65,6 +70,20 @@ CASES = {
     "qwen2": (Qwen2Config, dict(**rope(1e6), tie_word_embeddings=True), ATTENTION + MLP, SHORT),
     "qwen2 yarn": (Qwen2Config, rope(1e6, "yarn", factor=4.0, original_max_position_embeddings=64), None, SHORT),
     "qwen3": (Qwen3Config, dict(**rope(1e6), head_dim=32), ATTENTION, SHORT),
+    "qwen3moe": (
+        Qwen3MoeConfig,
+        dict(**rope(1e6), head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True), ATTENTION,
+        SHORT,
+    ),
+    "qwen35moe": (
+        Qwen3_5MoeTextConfig,
+        dict(**rope(1e6, partial_rotary_factor=0.5, mrope_section=[3, 3, 2]), head_dim=32, num_hidden_layers=4, num_experts=4,
+             num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48, linear_num_key_heads=2,
+             linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32),
+        ATTENTION, SHORT,
+    ),
+    # With this base the bounds of yarn's ramp are those of all pairs; other ones llama.cpp rounds, which this family's models do not.
+    "gpt-oss": (GptOssConfig, dict(**GPT_OSS, **rope(3.0, "yarn", **YARN, beta_fast=32.0, beta_slow=1.0)), ATTENTION, SHORT),
     "olmo2": (Olmo2Config, rope(), ATTENTION, SHORT),
     "phi3": (Phi3Config, dict(**rope(), original_max_position_embeddings=256, sliding_window=None), ["qkv_proj", "gate_up_proj"], SHORT),
     # llama.cpp's context is 256 here: within the original context it takes the short factors, beyond it the long ones.

@@ -64,6 +64,7 @@ enum Type {
     Q4,
     #[value(name = "q4_0")]
     Q4Plain,
+    Mxfp4Moe,
 }
 
 impl Type {
@@ -77,6 +78,7 @@ impl Type {
             Self::Q5 => gguf::FileType::Q5KM,
             Self::Q4 => gguf::FileType::Q4KM,
             Self::Q4Plain => gguf::FileType::Q4_0,
+            Self::Mxfp4Moe => gguf::FileType::Mxfp4Moe,
         }
     }
 }

@@ -43,6 +43,14 @@ const IQ4: [i8; 16] = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 
 /// The values of mxfp4, doubled. The second zero is positive, as in ggml.
 const E2M1: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
 
+/// Half of mxfp4's scale 2^(e − 127), since the table is doubled. Below 2^-126 it is subnormal.
+fn half_scale(exponent: u8) -> f32 {
+    match u32::from(exponent) {
+        e @ 0..2 => f32::from_bits(0x0020_0000 << e),
+        e => f32::from_bits((e - 1) << 23),
+    }
+}
+
 /// Decodes whole blocks to fp32. The bytes may start anywhere in memory.
 ///
 /// # Panics
@@ -102,7 +110,8 @@ pub fn quantize(kind: TensorType, values: &[f32], bytes: &mut [u8]) {
         TensorType::Q4K => put_each(values, bytes, quantize_k::q4_k),
         TensorType::Q5K => put_each(values, bytes, quantize_k::q5_k),
         TensorType::Q6K => put_each(values, bytes, quantize_k::q6_k),
-        TensorType::Q2K | TensorType::Q3K | TensorType::IQ4NL | TensorType::IQ4XS | TensorType::MXFP4 => {
+        TensorType::MXFP4 => put_each(values, bytes, quantize_32::mxfp4),
+        TensorType::Q2K | TensorType::Q3K | TensorType::IQ4NL | TensorType::IQ4XS => {
             panic!("{kind} can be read but not written")
         }
     }

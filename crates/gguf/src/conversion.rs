@@ -91,7 +91,12 @@ impl Rows {
 #[derive(Debug)]
 pub(crate) enum Values {
     Computed(Vec<f32>),
-    Stored { location: Location, rows: Rows },
+    Stored {
+        location: Location,
+        rows: Rows,
+    },
+    /// Of each expert in turn.
+    Experts(Vec<Location>),
 }
 
 #[derive(Debug)]
@@ -211,6 +216,7 @@ impl<'a> Conversion<'a> {
         let (location, rows) = match values {
             Values::Computed(all) => return Ok(all[part.start as usize..part.end as usize].to_vec()),
             Values::Stored { location, rows } => (location, rows),
+            Values::Experts(locations) => return self.of_experts(locations, part),
         };
         let columns = row_length(info);
         let mut chunk = match &rows.value_heads {
@@ -225,6 +231,54 @@ impl<'a> Conversion<'a> {
         }
         chunk.iter_mut().for_each(|value| *value = rows.apply(*value));
         Ok(chunk)
+    }
+
+    /// The values of a range of a tensor of all experts.
+    fn of_experts(&self, locations: &[Location], part: Range<u64>) -> Result<Vec<f32>> {
+        let each: u64 = locations.first().map_or(1, |location| location.shape.iter().product::<u64>().max(1));
+        let (mut at, mut values) = (part.start, Vec::new());
+        while at < part.end {
+            let (expert, first) = (at / each, at % each);
+            let end = each.min(first + part.end - at);
+            let Some(location) = locations.get(expert as usize) else { break };
+            values.extend(self.tensors.values(location, first..end)?);
+            at += end - first;
+        }
+        Ok(values)
+    }
+
+    /// [`Conversion::of_experts`] by each element's place in the file.
+    fn meant_of_experts(&self, locations: &[Location], part: Range<u64>) -> Result<Vec<f32>> {
+        let mut meant = Vec::new();
+        let each: u64 = locations.first().map_or(1, |location| location.shape.iter().product::<u64>().max(1));
+        for (expert, location) in (0..).zip(locations) {
+            let own = part.start.max(expert * each)..part.end.min((expert + 1) * each);
+            if own.is_empty() {
+                continue;
+            }
+            let Some(turns) = location.turns else {
+                meant.extend(
+                    self.tensors.values(location, own.start - expert * each..own.end - expert * each)?,
+                );
+                continue;
+            };
+            // Whole rows, column by column as the file has them: the rows of a column are `step` apart.
+            let [rows, columns, first, step] =
+                [turns.rows, turns.columns, turns.first, turns.step].map(|number| number as usize);
+            let (start, count) =
+                ((own.start - expert * each) as usize / columns, (own.end - own.start) as usize / columns);
+            let begin = meant.len();
+            meant.resize(begin + count * columns, 0f32);
+            self.tensors.transposed(location, turns, |stored| {
+                for (column, stored) in stored.chunks(rows).enumerate() {
+                    let chosen = stored.iter().skip(first).step_by(step).skip(start).take(count);
+                    for (row, value) in chosen.enumerate() {
+                        meant[begin + row * columns + column] = *value;
+                    }
+                }
+            })?;
+        }
+        Ok(meant)
     }
 
     /// Rows of the file that are value heads, by runs of rows that Hugging Face has after one another.
@@ -252,6 +306,7 @@ impl<'a> Conversion<'a> {
         let (location, rows) = match values {
             Values::Computed(all) => return Ok(all[part.start as usize..part.end as usize].to_vec()),
             Values::Stored { location, rows } => (location, rows),
+            Values::Experts(locations) => return self.meant_of_experts(locations, part),
         };
         let columns = row_length(info);
         if rows.value_heads.is_some() || rows.value_columns.is_some() {

@@ -1,6 +1,7 @@
 //! The types of a file's matrices: one for all, or llama.cpp's mixtures, which give more bits to the matrices that need them.
 //!
-//! Source: llama.cpp's `llama_tensor_get_type` (`src/llama-quant.cpp`, 2026), for dense decoders and without an importance matrix.
+//! Source: llama.cpp's `llama_tensor_get_type` (`src/llama-quant.cpp`, 2026), without an importance matrix. Routers and biases of
+//! experts are stored as vectors are.
 
 use std::fmt;
 
@@ -26,20 +27,33 @@ pub enum FileType {
     Q4KM,
     /// `q4_0`, and `q6_K` for the head: 4.6 bits.
     Q4_0,
+    /// `mxfp4` for the experts of a mixture, 4.25 bits, and `q8_0` for all else.
+    Mxfp4Moe,
 }
 
 /// The decoder that the types are chosen for.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Decoder {
     pub(crate) layers: u64,
+    /// Experts of a layer; 1 for a model without.
+    pub(crate) experts: u64,
     /// Whether eight heads of 80 layers share a value matrix, as in models of 70 to 72 billion parameters.
     pub(crate) is_70b: bool,
 }
 
 impl FileType {
     /// All types.
-    pub const ALL: [Self; 8] =
-        [Self::F32, Self::F16, Self::BF16, Self::Q8_0, Self::Q6K, Self::Q5KM, Self::Q4KM, Self::Q4_0];
+    pub const ALL: [Self; 9] = [
+        Self::F32,
+        Self::F16,
+        Self::BF16,
+        Self::Q8_0,
+        Self::Q6K,
+        Self::Q5KM,
+        Self::Q4KM,
+        Self::Q4_0,
+        Self::Mxfp4Moe,
+    ];
 
     /// The number in llama.cpp, the name, and the type of most matrices.
     const fn facts(self) -> (u32, &'static str, TensorType) {
@@ -52,6 +66,7 @@ impl FileType {
             Self::Q5KM => (17, "q5_k_m", TensorType::Q5K),
             Self::Q4KM => (15, "q4_k_m", TensorType::Q4K),
             Self::Q4_0 => (2, "q4_0", TensorType::Q4_0),
+            Self::Mxfp4Moe => (38, "mxfp4_moe", TensorType::Q8_0),
         }
     }
 
@@ -77,8 +92,9 @@ impl FileType {
         decoder: Decoder,
         tensors: impl Iterator<Item = &'a mut TensorInfo>,
     ) -> Vec<(&'a TensorInfo, usize)> {
-        let is_vector =
-            |tensor: &&mut TensorInfo| tensor.shape.len() < 2 || tensor.name.ends_with(CONVOLUTION);
+        let is_vector = |tensor: &&mut TensorInfo| {
+            tensor.shape.len() < 2 || FLOATS.iter().any(|end| tensor.name.ends_with(end))
+        };
         let (vectors, matrices): (Vec<_>, Vec<_>) = tensors.partition(is_vector);
         for vector in vectors {
             vector.kind = TensorType::F32;
@@ -93,12 +109,22 @@ impl FileType {
                 self.base()
             } else if tensor.name == HEAD || (!has_head && tensor.name == EMBEDDING) {
                 self.head(columns)
+            } else if self == Self::Mxfp4Moe {
+                if tensor.shape.len() == 3 { TensorType::MXFP4 } else { TensorType::Q8_0 }
             } else if is_value(&tensor.name) {
                 value += 1;
                 self.value(value - 1, values as u64, decoder)
+            } else if decoder.experts == EIGHT && tensor.name.ends_with("attn_k.weight") {
+                TensorType::Q8_0
+            } else if decoder.experts == EIGHT
+                && self == Self::Q4KM
+                && tensor.name.ends_with("attn_output.weight")
+            {
+                TensorType::Q5K
             } else if tensor.name.contains("ffn_down") {
                 down += 1;
-                if self.is_mixture() && has_more_bits(down - 1, decoder.layers) {
+                let layer = if decoder.experts > 1 { layer(&tensor.name) } else { down - 1 };
+                if self.is_mixture() && has_more_bits(layer, decoder.layers) {
                     TensorType::Q6K
                 } else {
                     self.base()
@@ -128,6 +154,7 @@ impl FileType {
 
     fn value(self, index: u64, count: u64, decoder: Decoder) -> TensorType {
         match self.base() {
+            _ if decoder.experts == EIGHT => TensorType::Q8_0,
             _ if self.is_mixture() && has_more_bits(index, count) => TensorType::Q6K,
             TensorType::Q4K if decoder.is_70b => TensorType::Q5K,
             base => base,
@@ -135,10 +162,18 @@ impl FileType {
     }
 }
 
-/// A convolution, whose rows are as short as its window.
-const CONVOLUTION: &str = ".ssm_conv1d.weight";
+/// A convolution, whose rows are as short as its window; routers; biases of experts.
+const FLOATS: [&str; 3] = [".ssm_conv1d.weight", ".ffn_gate_inp.weight", "_exps.bias"];
 const HEAD: &str = "output.weight";
 const EMBEDDING: &str = "token_embd.weight";
+
+/// The number of experts, Mixtral's, whose models have finer types in attention.
+const EIGHT: u64 = 8;
+
+/// The layer of a tensor, by its name.
+fn layer(name: &str) -> u64 {
+    name.strip_prefix("blk.").and_then(|rest| rest.split('.').next()?.parse().ok()).unwrap_or(0)
+}
 
 fn is_value(name: &str) -> bool {
     ["attn_v.weight", "attn_qkv.weight", "attn_kv_b.weight"].iter().any(|end| name.ends_with(end))
@@ -189,7 +224,7 @@ mod tests {
         if has_head {
             tensors.push(tensor(HEAD.to_owned(), 4096));
         }
-        kind.choose(Decoder { layers, is_70b }, tensors.iter_mut());
+        kind.choose(Decoder { layers, experts: 1, is_70b }, tensors.iter_mut());
         tensors.into_iter().map(|tensor| (tensor.name, tensor.kind)).collect()
     }
 
@@ -238,7 +273,7 @@ mod tests {
             kind: TensorType::F32,
         };
         let mut values: Vec<_> = (0..80).map(tensor).collect();
-        FileType::Q4KM.choose(Decoder { layers: 80, is_70b: true }, values.iter_mut());
+        FileType::Q4KM.choose(Decoder { layers: 80, experts: 1, is_70b: true }, values.iter_mut());
         assert_eq!(
             (values[9].kind, values[10].kind, values[12].kind),
             (TensorType::Q6K, TensorType::Q5K, TensorType::Q6K)

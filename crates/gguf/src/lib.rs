@@ -46,6 +46,7 @@ mod adapter;
 pub mod block;
 mod conversion;
 mod error;
+mod experts;
 mod file_type;
 pub mod folder;
 mod json;

@@ -5,6 +5,7 @@ mod keys;
 mod names;
 mod rope;
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use decoder::{DecoderConfig, LM_HEAD, Sizes};
@@ -125,6 +126,7 @@ impl Model {
     pub fn convert(&self, kind: FileType) -> Result<Conversion<'_>> {
         let mut plan = Vec::new();
         let mut notes = self.family.notes(&self.config)?;
+        notes.extend(rope::note(&self.config, self.family, &self.sizes)?);
         notes.extend(self.left_out.iter().map(|part| format!("{part} is left out")));
         if !self.tied && self.config.flag("tie_word_embeddings", self.family.tied)? {
             notes.push(
@@ -139,21 +141,44 @@ impl Model {
             plan.push(Planned { info, values: Values::Computed(values) });
         }
         let mut unknown = Vec::new();
+        let mut experts: BTreeMap<String, BTreeMap<u64, Location>> = BTreeMap::new();
         for name in self.tensors.names() {
             if name.ends_with("rotary_emb.inv_freq") {
                 continue;
             }
-            let Some(TensorName { name: new, transform }) = gguf_name(self.family, &self.sizes, name) else {
+            let Some(TensorName { name: new, transform, expert }) = gguf_name(self.family, &self.sizes, name)
+            else {
                 unknown.push(name);
                 continue;
             };
             missing.retain(|needed| needed != name);
             let Some(location) = self.tensors.get(name) else { continue };
             self.check_shape(name, location)?;
+            if let Some(expert) = expert {
+                experts.entry(new).or_default().insert(expert, location.clone());
+                continue;
+            }
             plan.push(Planned {
-                info: TensorInfo { shape: stored_shape(&location.shape), kind: TensorType::F32, name: new },
+                info: TensorInfo {
+                    shape: stored_shape(&new, &location.shape),
+                    kind: TensorType::F32,
+                    name: new,
+                },
                 values: Values::Stored { location: location.clone(), rows: transform },
             });
+        }
+        for (name, locations) in experts {
+            let locations: Vec<Location> = locations.into_values().collect();
+            let count = self.sizes.experts.map_or(0, |experts| experts.count);
+            if locations.len() as u64 != count {
+                let reason =
+                    format!("`{name}` has {} of {count} experts; get the files again", locations.len());
+                return Err(file_error(&self.folder, reason));
+            }
+            let of_expert = locations.first().map(|location| location.shape.clone()).unwrap_or_default();
+            let shape = std::iter::once(count).chain(of_expert).collect();
+            let info = TensorInfo { name, shape, kind: TensorType::F32 };
+            plan.push(Planned { info, values: Values::Experts(locations) });
         }
         if self.tied && self.family.head_required {
             // llama.cpp has no tied head for this architecture.
@@ -178,13 +203,18 @@ impl Model {
                 "llama" => self.sizes.heads != self.sizes.kv_heads,
                 architecture => architecture == "qwen2",
             };
-        file_type::Decoder { layers: self.sizes.layers, is_70b }
+        file_type::Decoder {
+            layers: self.sizes.layers,
+            experts: self.sizes.experts.map_or(1, |experts| experts.count),
+            is_70b,
+        }
     }
 
     /// The names of the tensors that a model of these sizes has.
     fn needed(&self) -> Vec<String> {
         let shapes = self.decoder.shapes().into_iter().map(|(name, _)| name);
-        let names = shapes.filter(|name| name != LM_HEAD && !name.ends_with(".bias"));
+        let has_biases = self.family.has_clamped_experts;
+        let names = shapes.filter(|name| name != LM_HEAD && (has_biases || !name.ends_with(".bias")));
         names.map(|name| format!("model.{name}")).chain((!self.tied).then(|| HEAD.to_owned())).collect()
     }
 

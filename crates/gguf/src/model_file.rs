@@ -12,7 +12,7 @@ mod tied;
 mod tokenizer;
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
 use std::path::Path;
 
@@ -56,6 +56,8 @@ pub struct FileTensor {
     pub kind: TensorType,
     place: Place,
     rows: Rows,
+    /// Rows of the file's tensor before its own: those of the experts before.
+    skipped: u64,
 }
 
 impl FileTensor {
@@ -86,6 +88,8 @@ pub struct ModelFile {
     files: Vec<Reader>,
     config: Map<String, Json>,
     tensors: Vec<FileTensor>,
+    /// The index of each tensor by its name.
+    numbers: HashMap<String, usize>,
     notes: Vec<String>,
 }
 
@@ -121,7 +125,8 @@ impl ModelFile {
         let decoder: DecoderConfig = serde_json::from_value(Json::Object(config.clone()))
             .map_err(|cause| file_error(path, format!("its metadata: {cause}")))?;
         let tensors = contents.tensors(path, family, &decoder, shared)?;
-        Ok(Self { files, config, tensors, notes })
+        let numbers = tensors.iter().map(|tensor| tensor.name.clone()).zip(0..).collect();
+        Ok(Self { files, config, tensors, numbers, notes })
     }
 
     /// Returns the path of the file that was opened, or of the first one of a model that is split.
@@ -156,7 +161,7 @@ impl ModelFile {
 
     /// Returns a tensor by Hugging Face's name.
     pub fn tensor(&self, name: &str) -> Option<&FileTensor> {
-        self.tensors.iter().find(|tensor| tensor.name == name)
+        self.numbers.get(name).map(|number| &self.tensors[*number])
     }
 
     /// Returns what the user should know.
@@ -181,6 +186,7 @@ impl ModelFile {
         self.check_rows(tensor, &rows)?;
         let (file, start) = (&self.files[tensor.place.file], values.len());
         let order = &tensor.rows;
+        let rows = rows.start + tensor.skipped..rows.end + tensor.skipped;
         match (order.is_reordered(), &tensor.shape[..]) {
             (false, _) => tensor.kind.decode(file.raw(tensor.place.position, rows)?, values),
             (true, [_]) => {
@@ -214,6 +220,7 @@ impl ModelFile {
         }
         self.check_rows(tensor, &rows)?;
         let (file, position) = (&self.files[tensor.place.file], tensor.place.position);
+        let rows = rows.start + tensor.skipped..rows.end + tensor.skipped;
         if !tensor.rows.is_reordered() {
             return file.raw(position, rows).map(|bytes| Some(bytes.into()));
         }
@@ -288,7 +295,8 @@ impl<'a> Contents<'a> {
         let (mut tensors, mut missing) = (Vec::new(), Vec::new());
         for (name, shape) in decoder.shapes() {
             let name = if name == LM_HEAD { name } else { format!("{PREFIX}{name}") };
-            let Some(TensorName { name: stored, transform }) = gguf_name(family, &sizes, &name) else {
+            let Some(TensorName { name: stored, transform, expert }) = gguf_name(family, &sizes, &name)
+            else {
                 missing.push(name);
                 continue;
             };
@@ -300,14 +308,27 @@ impl<'a> Contents<'a> {
             };
             let info = self.info(place);
             let expected: Vec<u64> = shape.iter().map(|size| size.unsigned_abs()).collect();
-            if info.shape != stored_shape(&expected) {
+            let mut in_file = stored_shape(&stored, &expected);
+            let rows = if in_file.len() == 1 { 1 } else { in_file[0] };
+            if let (Some(_), Some(experts)) = (expert, sizes.experts) {
+                in_file.insert(0, experts.count);
+            }
+            if info.shape != in_file {
                 let reason = format!(
-                    "`{stored}` has the shape {:?}; its metadata give {expected:?}: get the file again",
+                    "`{stored}` has the shape {:?}; its metadata give {in_file:?}: get the file again",
                     info.shape
                 );
                 return Err(file_error(path, reason));
             }
-            tensors.push(FileTensor { name, shape: expected, kind: info.kind, place, rows: transform });
+            let skipped = expert.unwrap_or(0) * rows;
+            tensors.push(FileTensor {
+                name,
+                shape: expected,
+                kind: info.kind,
+                place,
+                rows: transform,
+                skipped,
+            });
         }
         if let [first, ..] = missing.as_slice() {
             let reason =

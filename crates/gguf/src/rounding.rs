@@ -24,7 +24,9 @@ fn largest(kind: TensorType) -> (f32, f32) {
         TensorType::Q4K => (0.12, 1000.0 * smallest),
         TensorType::Q5K => (0.07, 2000.0 * smallest),
         TensorType::Q6K => (0.04, 4200.0 * smallest),
-        TensorType::Q2K | TensorType::Q3K | TensorType::IQ4NL | TensorType::IQ4XS | TensorType::MXFP4 => {
+        // A largest magnitude of just below 8 is stored as 6.
+        TensorType::MXFP4 => (0.2501, f32::MIN_POSITIVE),
+        TensorType::Q2K | TensorType::Q3K | TensorType::IQ4NL | TensorType::IQ4XS => {
             unreachable!("{kind} is not written")
         }
     }
@@ -35,7 +37,7 @@ pub(crate) fn largest_value(kind: TensorType) -> f32 {
     /// From here on an f16 is rounded to infinity.
     const F16: f32 = 65519.0;
     match kind {
-        TensorType::F32 | TensorType::BF16 => f32::MAX,
+        TensorType::F32 | TensorType::BF16 | TensorType::MXFP4 => f32::MAX,
         TensorType::F16 => F16,
         TensorType::Q8_0 => F16 * 127.0,
         TensorType::Q4_0 => F16 * 8.0,

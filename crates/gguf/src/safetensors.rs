@@ -6,11 +6,13 @@ use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use half::{bf16, f16};
 use serde::de::{Deserialize, Deserializer, Error as _, IgnoredAny, MapAccess, Visitor};
 
 use crate::error::{Result, file_error, io_error};
+use crate::experts;
 use crate::folder;
 use crate::json;
 use crate::model_file::{FileTensor, ModelFile};
@@ -60,6 +62,24 @@ pub(crate) struct Location {
     start: u64,
     /// The shape, outermost size first.
     pub(crate) shape: Vec<u64>,
+    /// How its rows lie in the file, if not one after the other.
+    pub(crate) turns: Option<Turns>,
+}
+
+/// Rows of a matrix that is stored transposed, `[columns, rows]` from the location's start on: those at `first`, `first + step`, …
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Turns {
+    pub(crate) rows: u64,
+    pub(crate) columns: u64,
+    pub(crate) first: u64,
+    pub(crate) step: u64,
+}
+
+impl Location {
+    /// Returns the location of a part from an element on.
+    pub(crate) fn part(&self, element: u64, shape: Vec<u64>, turns: Option<Turns>) -> Self {
+        Self { start: self.start + element * self.dtype.bytes(), shape, turns, ..*self }
+    }
 }
 
 /// Open files, and their tensors by name.
@@ -69,7 +89,11 @@ pub(crate) struct Tensors {
     tensors: BTreeMap<String, Location>,
     /// The file of a folder whose weights stay in GGUF; a location's `file` is the number of the tensor in it.
     model: Option<ModelFile>,
+    /// The last matrix that was read from where it is transposed, with the number of its file and its start.
+    transposed: Mutex<Option<Transposed>>,
 }
+
+type Transposed = ((usize, u64), Vec<f32>);
 
 impl Tensors {
     /// Opens a model's folder.
@@ -77,6 +101,12 @@ impl Tensors {
         if let Some(model) = folder::open(folder)? {
             return Ok(Self::of_gguf(model));
         }
+        let mut all = Self::of_files(folder)?;
+        all.tensors = experts::divide(all.tensors);
+        Ok(all)
+    }
+
+    fn of_files(folder: &Path) -> Result<Self> {
         let index = folder.join("model.safetensors.index.json");
         if !index.is_file() {
             return Self::of_file(&folder.join("model.safetensors"));
@@ -99,7 +129,7 @@ impl Tensors {
             };
             shards.entry(shard.to_owned()).or_insert_with(Vec::new).push(tensor);
         }
-        let mut all = Self { files: Vec::new(), tensors: BTreeMap::new(), model: None };
+        let mut all = Self::new(Vec::new(), BTreeMap::new(), None);
         for (shard, names) in shards {
             let one = Self::of_file(&folder.join(&shard))?;
             if let Some(missing) = names.iter().find(|name| !one.tensors.contains_key(**name)) {
@@ -145,18 +175,30 @@ impl Tensors {
                     ),
                 ));
             }
-            tensors.insert(name, Location { file: 0, dtype, start: start + from, shape: entry.shape });
+            tensors.insert(
+                name,
+                Location { file: 0, dtype, start: start + from, shape: entry.shape, turns: None },
+            );
         }
-        Ok(Self { files: vec![(path.to_owned(), file)], tensors, model: None })
+        Ok(Self::new(vec![(path.to_owned(), file)], tensors, None))
+    }
+
+    fn new(
+        files: Vec<(PathBuf, File)>,
+        tensors: BTreeMap<String, Location>,
+        model: Option<ModelFile>,
+    ) -> Self {
+        Self { files, tensors, model, transposed: Mutex::new(None) }
     }
 
     fn of_gguf(model: ModelFile) -> Self {
         let location = |(file, tensor): (usize, &FileTensor)| {
-            let location = Location { file, dtype: Dtype::Gguf, start: 0, shape: tensor.shape.clone() };
+            let location =
+                Location { file, dtype: Dtype::Gguf, start: 0, shape: tensor.shape.clone(), turns: None };
             (tensor.name.clone(), location)
         };
         let tensors = model.tensors().iter().enumerate().map(location).collect();
-        Self { files: Vec::new(), tensors, model: Some(model) }
+        Self::new(Vec::new(), tensors, Some(model))
     }
 
     /// The names of all tensors.
@@ -221,6 +263,9 @@ impl Tensors {
         if let Some(model) = &self.model {
             return values_of(model, &model.tensors()[location.file], range);
         }
+        if let Some(turns) = location.turns {
+            return self.by_turns(location, turns, range);
+        }
         let bytes = self.bytes(location, range)?;
         Ok(match location.dtype {
             Dtype::F64 => bytes.as_chunks().0.iter().map(|x| f64::from_le_bytes(*x) as f32).collect(),
@@ -229,6 +274,42 @@ impl Tensors {
             Dtype::BF16 => bytes.as_chunks().0.iter().map(|x| bf16::from_le_bytes(*x).to_f32()).collect(),
             Dtype::Gguf => Vec::new(),
         })
+    }
+
+    /// The values of rows that lie in turns with others, in a matrix that is stored transposed, which is read once for consecutive calls.
+    fn by_turns(&self, location: &Location, turns: Turns, range: Range<u64>) -> Result<Vec<f32>> {
+        let Turns { rows, columns, first, step } = turns;
+        let value = |stored: &[f32], at: u64| {
+            let (row, column) = (at / columns, at % columns);
+            stored.get((column * rows + first + step * row) as usize).copied().unwrap_or_default()
+        };
+        let mut values = Vec::new();
+        self.transposed(location, turns, |stored| values.extend(range.map(|at| value(stored, at))))?;
+        Ok(values)
+    }
+
+    /// Reads the matrix, `[columns, rows]`, of which a location has some rows.
+    ///
+    /// # Errors
+    /// Errors of the file.
+    pub(crate) fn transposed(
+        &self,
+        location: &Location,
+        turns: Turns,
+        read: impl FnOnce(&[f32]),
+    ) -> Result<()> {
+        let mut last = self.transposed.lock().unwrap_or_else(PoisonError::into_inner);
+        let key = (location.file, location.start);
+        let stored = match last.take().filter(|(known, _)| *known == key) {
+            Some((_, stored)) => stored,
+            None => {
+                let whole = Location { turns: None, ..location.clone() };
+                self.values(&whole, 0..turns.rows * turns.columns)?
+            }
+        };
+        read(&stored);
+        *last = Some((key, stored));
+        Ok(())
     }
 
     fn bytes(&self, location: &Location, range: Range<u64>) -> Result<Vec<u8>> {

@@ -63,7 +63,7 @@ impl TensorType {
     ];
 
     /// The types that [`block::quantize`] writes.
-    pub const WRITTEN: [Self; 11] = [
+    pub const WRITTEN: [Self; 12] = [
         Self::F32,
         Self::F16,
         Self::BF16,
@@ -75,6 +75,7 @@ impl TensorType {
         Self::Q4K,
         Self::Q5K,
         Self::Q6K,
+        Self::MXFP4,
     ];
 
     /// The number in ggml, the name, and the values and bytes of a block.

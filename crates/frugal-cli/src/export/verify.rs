@@ -74,7 +74,8 @@ fn limit(kind: FileType, architecture: &str, range: f64) -> f64 {
         | FileType::Q6K
         | FileType::Q5KM
         | FileType::Q4KM
-        | FileType::Q4_0 => 1e-1,
+        | FileType::Q4_0
+        | FileType::Mxfp4Moe => 1e-1,
     };
     of_range * range.max(1.0)
 }

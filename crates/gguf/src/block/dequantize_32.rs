@@ -3,7 +3,7 @@
 //! Byte j of the quants holds value j in its low four bits, and value j + 16 in its high ones. The loops are over arrays of fixed
 //! length, so that the compiler vectorizes them.
 
-use super::{E2M1, IQ4, half};
+use super::{E2M1, IQ4, half, half_scale};
 
 /// Writes `value(q)` for the nibbles of 16 bytes.
 fn nibbles(quants: &[u8], values: &mut [f32; 32], value: impl Fn(u8) -> f32) {
@@ -69,11 +69,6 @@ pub(super) fn iq4_nl(block: &[u8; 18], values: &mut [f32; 32]) {
 
 /// The exponent e of the scale 2^(e − 127), quants.
 pub(super) fn mxfp4(block: &[u8; 17], values: &mut [f32; 32]) {
-    // Half the scale, since the table is doubled. Below 2^-126 it is subnormal.
-    let half_scale = match u32::from(block[0]) {
-        e @ 0..2 => f32::from_bits(0x0020_0000 << e),
-        e => f32::from_bits((e - 1) << 23),
-    };
-    let products = E2M1.map(|value| half_scale * f32::from(value));
+    let products = E2M1.map(|value| half_scale(block[0]) * f32::from(value));
     nibbles(&block[1..], values, |q| products[usize::from(q)]);
 }

@@ -2,7 +2,7 @@
 //!
 //! As ggml's `quantize_row_*_ref`: q is computed with 1/d in fp32, before d is rounded to f16.
 
-use super::put_half;
+use super::{E2M1, half_scale, put_half};
 
 /// The value with the largest magnitude; the first of several.
 fn extreme(x: &[f32; 32]) -> f32 {
@@ -94,4 +94,22 @@ pub(super) fn q8_0(x: &[f32; 32], block: &mut [u8; 34]) {
         // Ties go away from zero.
         *q = ((x * inverse).round() as i8).cast_unsigned();
     }
+}
+
+/// The exponent is that of the largest magnitude, less 2, since the largest of the values is 6; a value beyond is 6.
+pub(super) fn mxfp4(x: &[f32; 32], block: &mut [u8; 17]) {
+    let largest = extreme(x).abs();
+    let exponent = if largest > 0.0 { (largest.log2().floor() - 2.0 + 127.0).max(0.0) as u8 } else { 0 };
+    let products = E2M1.map(|value| half_scale(exponent) * f32::from(value));
+    let nearest = |x: f32| {
+        let mut best = (0, (products[0] - x).abs());
+        for (code, product) in (1..).zip(&products[1..]) {
+            let error = (product - x).abs();
+            // The first of equal ones.
+            best = if error < best.1 { (code, error) } else { best };
+        }
+        best.0
+    };
+    block[0] = exponent;
+    put_nibbles(&x.map(nearest), &mut block[1..]);
 }

@@ -4,11 +4,12 @@
 
 use std::ops::Deref;
 
-use decoder::{DecoderConfig, Facts, QueryKeyNorm, Sizes, Windows};
+use decoder::{ClampedSwiglu, DecoderConfig, Facts, QueryKeyNorm, SINKS, Sizes, Windows};
 use serde_json::Value;
 
 use super::names::of_linear_attention;
 use crate::error::{Result, file_error, unsupported};
+use crate::experts::MixtureTensor;
 use crate::json::Fields;
 
 /// A family, and how llama.cpp reads it.
@@ -42,6 +43,7 @@ impl Deref for Family {
 }
 
 const ALL: &[&str] = &["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"];
+const ATTENTION: &[&str] = &["q_proj", "k_proj", "v_proj", "o_proj"];
 const QKV: &[&str] = &["q_proj", "k_proj", "v_proj"];
 
 const LLAMA_ROPE: &[&str] = &["default", "linear", "llama3", "yarn"];
@@ -63,7 +65,7 @@ const LLAMA: Family = Family {
 const OTHER: Family =
     Family { permuted: false, biases: &[], rope_types: &["default", "linear", "yarn"], ..LLAMA };
 
-static FAMILIES: [Family; 11] = [
+static FAMILIES: [Family; 14] = [
     LLAMA,
     Family { kind: decoder::Family::Mistral, biases: &[], ..LLAMA },
     Family { kind: decoder::Family::Granite, architecture: "granite", own_head_dim: false, ..LLAMA },
@@ -78,6 +80,15 @@ static FAMILIES: [Family; 11] = [
     },
     Family { kind: decoder::Family::Qwen2, architecture: "qwen2", biases: QKV, own_head_dim: false, ..OTHER },
     Family { kind: decoder::Family::Qwen3, architecture: "qwen3", ..OTHER },
+    Family { kind: decoder::Family::Qwen3Moe, architecture: "qwen3moe", ..OTHER },
+    Family {
+        kind: decoder::Family::GptOss,
+        architecture: "gpt-oss",
+        biases: ATTENTION,
+        period: Some(2),
+        ..OTHER
+    },
+    Family { kind: decoder::Family::Qwen35Moe, architecture: "qwen35moe", rope_types: &["default"], ..OTHER },
     Family { kind: decoder::Family::Qwen35, architecture: "qwen35", rope_types: &["default"], ..OTHER },
     Family {
         kind: decoder::Family::Olmo2,
@@ -124,7 +135,12 @@ impl Family {
             return Err(unsupported(
                 "a quantised model",
                 format!("quantization_config of `{method}`"),
-                "merge the adapter into the unquantised base, and convert that",
+                match method {
+                    "mxfp4" => {
+                        "save the model in bfloat16, and convert that; the type mxfp4_moe stores the same values again"
+                    }
+                    _ => "merge the adapter into the unquantised base, and convert that",
+                },
             ));
         }
         Ok(family)
@@ -186,6 +202,7 @@ impl Family {
         {
             return refuse(key, format!("llama.cpp computes `{expected}` for this family"));
         }
+        self.check_mixture(decoder)?;
         if let Some(linear) = decoder.linear_attention
             && linear.key_dim != linear.value_dim
         {
@@ -233,9 +250,51 @@ impl Family {
         Ok(())
     }
 
+    /// Refuses mixtures that llama.cpp would compute differently.
+    fn check_mixture(&self, decoder: &DecoderConfig) -> Result<()> {
+        let Some(mixture) = &decoder.mixture else { return Ok(()) };
+        let refuse = |key: &str, value: String, remedy: &str| {
+            Err(unsupported(format!("`{key}` of a `{}`", self.model_type), value, remedy.to_owned()))
+        };
+        if !mixture.normalizes {
+            return refuse(
+                "norm_topk_prob",
+                "false".to_owned(),
+                "llama.cpp divides the weights of a token's experts by their sum",
+            );
+        }
+        let layers = usize::try_from(decoder.num_hidden_layers).unwrap_or(0);
+        if decoder.mixture_layers() < layers {
+            return refuse(
+                if mixture.step == 1 { "mlp_only_layers" } else { "decoder_sparse_step" },
+                format!("with which {} of {layers} layers have experts", decoder.mixture_layers()),
+                "llama.cpp expects experts in every layer of this family",
+            );
+        }
+        if let Some(clamped) = mixture.clamped
+            && clamped != ClampedSwiglu::default()
+        {
+            let ClampedSwiglu { alpha, limit } = ClampedSwiglu::default();
+            return refuse(
+                "swiglu_alpha` and `swiglu_limit",
+                format!("{} and {}", clamped.alpha, clamped.limit),
+                &format!("llama.cpp computes {alpha} and {limit}"),
+            );
+        }
+        if self.has_sinks && !decoder.attention_bias {
+            return refuse(
+                "attention_bias",
+                "false".to_owned(),
+                "llama.cpp reads biases of this family's attention",
+            );
+        }
+        Ok(())
+    }
+
     /// Compares the layers' kinds with llama.cpp's, which has their pattern as a constant.
     fn check_layers(&self, config: &Fields, sizes: &Sizes, period: u32) -> Result<()> {
-        let (key, regular): (&str, fn(&Value) -> bool) = match self.is_gemma {
+        let has_windows = self.is_gemma || self.has_sinks;
+        let (key, regular): (&str, fn(&Value) -> bool) = match has_windows {
             true => ("layer_types", |value| value == "sliding_attention"),
             false => ("no_rope_layers", |value| value == 1),
         };
@@ -243,7 +302,7 @@ impl Family {
             let remedy = format!("llama.cpp takes every {period}th layer as the other kind");
             Err(unsupported(format!("`{key}` of a `{}`", self.model_type), value, remedy))
         };
-        if self.is_gemma && config.fields.get("sliding_window").is_some_and(Value::is_null) {
+        if has_windows && config.fields.get("sliding_window").is_some_and(Value::is_null) {
             return refuse("sliding_window", "null, with which all layers attend to everything".to_owned());
         }
         if let Some(Value::Array(layers)) = config.get(key) {
@@ -257,7 +316,7 @@ impl Family {
             };
         }
         // A file without the list implies it by a number; Gemma 2 has none.
-        let keys: &[&str] = match (self.is_gemma, self.has_query_key_norms()) {
+        let keys: &[&str] = match (has_windows, self.has_query_key_norms()) {
             (true, true) => &["sliding_window_pattern"],
             (true, false) => &[],
             (false, _) => &["no_rope_layer_interval"],
@@ -277,7 +336,7 @@ impl Family {
         let window = config.optional_size("sliding_window")?;
         let is_optional = self.windows == Windows::Optional;
         let is_used = !is_optional || config.flag("use_sliding_window", false)?;
-        if let Some(window) = window.filter(|_| is_used && !self.is_gemma)
+        if let Some(window) = window.filter(|_| is_used && !self.is_gemma && !self.has_sinks)
             && config.optional_size("max_position_embeddings")?.is_none_or(|context| window < context)
         {
             notes.push(format!(
@@ -321,6 +380,12 @@ pub(crate) fn tensor_shape(sizes: &Sizes, name: &str) -> Option<Vec<u64>> {
             "norm.weight" => return Some(vec![linear.value]),
             _ => {}
         }
+    }
+    if let Some((_, tensor)) = MixtureTensor::parse(sizes.family, name) {
+        return tensor.shape(sizes);
+    }
+    if name.ends_with(SINKS) {
+        return Some(vec![sizes.heads]);
     }
     let (module, kind) = name.rsplit_once('.')?;
     let mut projections = sizes.family.projections().iter().chain(sizes.family.linear_projections());

@@ -44,13 +44,23 @@ pub(super) fn keys(
             ("ssm.inner_size", count(linear.values().unwrap_or(u64::MAX))),
         ]);
     }
+    if let Some(experts) = sizes.experts {
+        keys.extend([
+            ("expert_count", count(experts.count)),
+            ("expert_used_count", count(experts.per_token)),
+            ("expert_feed_forward_length", count(experts.feed_forward)),
+        ]);
+        if experts.shared > 0 {
+            keys.push(("expert_shared_feed_forward_length", count(experts.shared)));
+        }
+    }
     let caps = [
         ("attn_logit_softcapping", decoder.attn_logit_softcapping),
         ("final_logit_softcapping", decoder.final_logit_softcapping),
     ];
     keys.extend(caps.into_iter().filter_map(|(key, cap)| Some((key, float(cap?)))));
     // llama.cpp distinguishes Phi-3 and Phi-4 by this key's presence.
-    if family.is_gemma || family.has_long_rope {
+    if family.is_gemma || family.has_long_rope || family.has_sinks {
         let window = decoder.sliding_window.and_then(|window| u64::try_from(window).ok());
         keys.push(("attention.sliding_window", count(window.unwrap_or(0))));
     }

@@ -1,9 +1,10 @@
 //! The names of tensors in a GGUF file, and how their rows change.
 
-use decoder::{LINEAR_ATTENTION, NormPlacement, Sizes};
+use decoder::{LINEAR_ATTENTION, NormPlacement, SINKS, Sizes};
 
 use super::family::Family;
 use crate::conversion::Rows;
+use crate::experts::MixtureTensor;
 use crate::value_heads::ValueHeads;
 
 /// A tensor's name in the file, and the change of its rows.
@@ -11,6 +12,8 @@ use crate::value_heads::ValueHeads;
 pub(crate) struct TensorName {
     pub(crate) name: String,
     pub(crate) transform: Rows,
+    /// The number of the expert that it is of, in a tensor of all.
+    pub(crate) expert: Option<u64>,
 }
 
 /// Returns the name and the change of a tensor of a Hugging Face model; `None` for a tensor that the family does not have.
@@ -18,19 +21,33 @@ pub(crate) fn gguf_name(family: &Family, sizes: &Sizes, name: &str) -> Option<Te
     if let Some((layer, tensor)) = of_linear_attention(name) {
         return linear_attention(layer, tensor, sizes);
     }
+    if let Some((layer, tensor)) = MixtureTensor::parse(family.kind, name) {
+        let experts = sizes.experts.filter(|_| layer < sizes.layers)?;
+        let expert = match tensor {
+            MixtureTensor::Expert { expert, .. } => Some(expert).filter(|expert| *expert < experts.count),
+            _ => None,
+        };
+        let is_known = expert.is_some() || !matches!(tensor, MixtureTensor::Expert { .. });
+        let name = format!("blk.{layer}.{}", tensor.gguf_name());
+        return is_known.then(|| TensorName { name, transform: Rows::default(), expert });
+    }
     let (module, kind) = name.rsplit_once('.')?;
-    let unchanged = |name: &str| Some(TensorName { name: name.to_owned(), transform: Rows::default() });
+    let unchanged =
+        |name: &str| Some(TensorName { name: name.to_owned(), transform: Rows::default(), expert: None });
     match (module, kind) {
         ("model.embed_tokens", "weight") => return unchanged("token_embd.weight"),
         ("lm_head", "weight") => return unchanged("output.weight"),
         ("model.norm", "weight") => {
             let transform = Rows { add: norm_offset(family), ..Rows::default() };
-            return Some(TensorName { name: "output_norm.weight".to_owned(), transform });
+            return Some(TensorName { name: "output_norm.weight".to_owned(), transform, expert: None });
         }
         _ => {}
     }
     let (layer, module) = module.strip_prefix("model.layers.")?.split_once('.')?;
     let layer: u64 = layer.parse().ok().filter(|layer| *layer < sizes.layers)?;
+    if name.ends_with(SINKS) && family.has_sinks {
+        return unchanged(&format!("blk.{layer}.attn_sinks.weight"));
+    }
     if !family.modules().any(|known| known == module) {
         return None;
     }
@@ -64,7 +81,9 @@ pub(crate) fn gguf_name(family: &Family, sizes: &Sizes, name: &str) -> Option<Te
         ("q_norm", _) => "attn_q_norm",
         ("k_norm", _) => "attn_k_norm",
         ("input_layernorm", _) => "attn_norm",
-        ("post_attention_layernorm", _) if family.has_linear_layers => "post_attention_norm",
+        ("post_attention_layernorm", _) if family.has_linear_layers || family.has_sinks => {
+            "post_attention_norm"
+        }
         // The same name is a norm before the MLP in some families, and one after attention in others.
         ("post_attention_layernorm", NormPlacement::Pre) => "ffn_norm",
         ("post_attention_layernorm", _) => "post_attention_norm",
@@ -72,7 +91,7 @@ pub(crate) fn gguf_name(family: &Family, sizes: &Sizes, name: &str) -> Option<Te
         ("post_feedforward_layernorm", _) => "post_ffw_norm",
         _ => return None,
     };
-    Some(TensorName { name: format!("blk.{layer}.{new}.{kind}"), transform })
+    Some(TensorName { name: format!("blk.{layer}.{new}.{kind}"), transform, expert: None })
 }
 
 fn norm_offset(family: &Family) -> f32 {
@@ -110,13 +129,14 @@ fn linear_attention(layer: u64, tensor: &str, sizes: &Sizes) -> Option<TensorNam
         }
         _ => return None,
     };
-    Some(TensorName { name: format!("blk.{layer}.{new}"), transform })
+    Some(TensorName { name: format!("blk.{layer}.{new}"), transform, expert: None })
 }
 
-/// Returns the shape of a tensor in the file: a convolution's without its middle dimension of one.
-pub(crate) fn stored_shape(shape: &[u64]) -> Vec<u64> {
+/// Returns the shape of a tensor in the file, by its name there: a convolution's without its middle dimension of one, a gate's as a vector.
+pub(crate) fn stored_shape(name: &str, shape: &[u64]) -> Vec<u64> {
     match *shape {
         [channels, 1, window] => vec![channels, window],
+        [1, hidden] if name.ends_with("ffn_gate_inp_shexp.weight") => vec![hidden],
         _ => shape.to_vec(),
     }
 }

@@ -9,7 +9,7 @@
 //!
 //! Other types are refused by name.
 
-use decoder::rope::{Frequencies, Scaling};
+use decoder::rope::{Frequencies, Scaling, Yarn};
 use decoder::{LongRope, RopeSpellings, Sizes};
 use serde_json::Value as Json;
 
@@ -79,6 +79,10 @@ impl Rope {
             );
         }
         if self.kind == "yarn" {
+            // A file has no key for it, and is read as this family's models are.
+            if family.has_sinks && self.parameters.flag("truncate", true)? {
+                return refuse("yarn's `truncate`", "true".to_owned(), "this family's models have false");
+            }
             for key in ["attention_factor", "mscale", "mscale_all_dim"] {
                 if let Some(value) = self.parameters.get(key) {
                     return refuse(
@@ -204,6 +208,38 @@ fn original_context(config: &Fields, parameters: &Fields) -> Result<u32> {
         Some(original) => Ok(original),
         None => config.size(KEY),
     }
+}
+
+/// Returns a note where llama.cpp's YaRN has other frequencies: it always rounds the bounds of the ramp.
+///
+/// # Errors
+/// As [`keys`].
+pub(super) fn note(config: &Fields, family: &Family, sizes: &Sizes) -> Result<Option<String>> {
+    let rope = Rope::read(config, family)?;
+    if rope.kind != "yarn" || rope.parameters.flag("truncate", true)? {
+        return Ok(None);
+    }
+    let original = rope.parameters.optional_number("original_max_position_embeddings")?;
+    let angles = |truncate| {
+        let yarn = Yarn {
+            factor: rope.parameters.number("factor")?,
+            original_positions: original.unwrap_or(sizes.context as f64),
+            beta_fast: rope.parameters.optional_number("beta_fast")?,
+            beta_slow: rope.parameters.optional_number("beta_slow")?,
+            attention_factor: None,
+            mscale: None,
+            mscale_all_dim: None,
+            truncate: Some(truncate),
+        };
+        let frequencies = Frequencies { theta: rope.base, scaling: Scaling::Yarn(yarn) };
+        Ok(frequencies.angles(rope.rotated(sizes) as i64).unwrap_or_default())
+    };
+    let differ = angles(true)? != angles(false)?;
+    Ok(differ.then(|| {
+        "llama.cpp rounds the bounds of yarn's ramp, which `truncate` false does not: as from its own files, log-probabilities differ \
+         slightly"
+            .to_owned()
+    }))
 }
 
 /// Returns the tensors of factors by which frequencies are divided.

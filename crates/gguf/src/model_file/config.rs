@@ -51,7 +51,6 @@ pub(super) fn config(
         "model_type": facts.model_type,
         "vocab_size": vocabulary,
         "hidden_size": hidden,
-        "intermediate_size": metadata.size("feed_forward_length")?,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.optional_size("attention.head_count_kv")?.unwrap_or(heads),
@@ -61,12 +60,19 @@ pub(super) fn config(
         "tie_word_embeddings": tied,
     });
     let mut put = |key: &str, value: Json| config[key] = value;
+    if facts.has_experts {
+        for (key, value) in mixture(metadata, family)? {
+            put(key, value);
+        }
+    } else {
+        put("intermediate_size", metadata.size("feed_forward_length")?.into());
+    }
     for (role, name) in [("bos", "bos"), ("eos", "eos"), ("pad", "padding")] {
         if let Some(token) = metadata.token(name) {
             put(&format!("{role}_token_id"), token.into());
         }
     }
-    if facts.attention_bias == AttentionBias::Configured {
+    if matches!(facts.attention_bias, AttentionBias::Configured | AttentionBias::UnlessFalse) {
         put("attention_bias", tensors.shape("blk.0.attn_output.bias").is_some().into());
     }
     if facts.reads_mlp_bias {
@@ -91,7 +97,7 @@ pub(super) fn config(
         put("attn_output_gate", true.into());
     }
     if let Some(types) = layer_types(metadata, family, layers)? {
-        put(if family.is_gemma { "layer_types" } else { "no_rope_layers" }, types);
+        put(if has_windows(family) { "layer_types" } else { "no_rope_layers" }, types);
     }
     if facts.has_multipliers {
         let number = |key, default: f64| Ok(metadata.optional_float(key)?.unwrap_or(default));
@@ -105,6 +111,32 @@ pub(super) fn config(
         put(&key, value);
     }
     Ok(config.as_object().cloned().unwrap_or_default())
+}
+
+/// The sizes of a mixture.
+fn mixture(metadata: &Metadata<'_>, family: &Family) -> Result<Vec<(&'static str, Json)>> {
+    let inner = metadata.size("expert_feed_forward_length")?;
+    let mut fields = vec![
+        ("num_local_experts", metadata.size("expert_count")?.into()),
+        ("num_experts_per_tok", metadata.size("expert_used_count")?.into()),
+    ];
+    if family.has_clamped_experts {
+        fields.push(("intermediate_size", inner.into()));
+        return Ok(fields);
+    }
+    fields.push(("moe_intermediate_size", inner.into()));
+    if family.has_shared_expert {
+        let shared = metadata.optional_size("expert_shared_feed_forward_length")?.unwrap_or(inner);
+        fields.push(("shared_expert_intermediate_size", shared.into()));
+    } else {
+        // llama.cpp knows no other weights.
+        fields.push(("norm_topk_prob", true.into()));
+        fields.push((
+            "intermediate_size",
+            metadata.optional_size("feed_forward_length")?.unwrap_or(inner).into(),
+        ));
+    }
+    Ok(fields)
 }
 
 /// The sizes of linear attention.
@@ -136,8 +168,10 @@ fn refuse_others(metadata: &Metadata<'_>, family: &Family) -> Result<()> {
             remedy,
         ))
     };
-    if let Some(experts) = metadata.optional_size("expert_count")?.filter(|experts| *experts > 0) {
-        return refuse("expert_count", experts.to_string(), "mixtures of experts cannot be read from GGUF");
+    if let Some(experts) = metadata.optional_size("expert_count")?.filter(|experts| *experts > 0)
+        && !family.has_experts
+    {
+        return refuse("expert_count", experts.to_string(), "this family has no mixture of experts");
     }
     if let Some(layers) = metadata.optional_size("nextn_predict_layers")?.filter(|layers| *layers > 0) {
         return refuse(
@@ -153,9 +187,9 @@ fn refuse_others(metadata: &Metadata<'_>, family: &Family) -> Result<()> {
             "a list of the layers with linear attention cannot be read, only `full_attention_interval`",
         );
     }
-    let has_windows = family.windows != Windows::None || family.is_gemma;
+    let has_window = family.windows != Windows::None || family.is_gemma;
     if let Some(window) = metadata.optional_size("attention.sliding_window")?.filter(|window| *window > 0)
-        && !has_windows
+        && !has_window
     {
         return refuse("attention.sliding_window", window.to_string(), "this family has no window");
     }
@@ -169,10 +203,15 @@ fn refuse_others(metadata: &Metadata<'_>, family: &Family) -> Result<()> {
     Ok(())
 }
 
-/// The kinds of layers of a family whose every n-th layer differs: `layer_types` of a Gemma, `no_rope_layers` of SmolLM3.
+/// Whether the layers that differ are those without a window.
+fn has_windows(family: &Family) -> bool {
+    family.is_gemma || family.has_sinks
+}
+
+/// The kinds of layers of a family whose every n-th layer differs: `layer_types` of a Gemma and of gpt-oss, `no_rope_layers` of SmolLM3.
 fn layer_types(metadata: &Metadata<'_>, family: &Family, layers: u64) -> Result<Option<Json>> {
     let Some(period) = family.period else { return Ok(None) };
-    if !family.is_gemma {
+    if !has_windows(family) {
         let rotates: Vec<u64> =
             (1..=layers).map(|number| u64::from(!number.is_multiple_of(period.into()))).collect();
         return Ok(Some(rotates.into()));

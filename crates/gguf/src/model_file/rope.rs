@@ -46,7 +46,7 @@ pub(super) fn fields(
     {
         put("original_max_position_embeddings", original.into());
     }
-    let mut scaling = scaling(metadata, tensors, (base, rotated), original)?;
+    let mut scaling = scaling(metadata, family, tensors, (base, rotated), original)?;
     // Of an image's parts: the fourth position is of no model.
     if let Some(sections) = metadata.get("rope.dimension_sections").and_then(integers) {
         let sections = sections.get(..3).unwrap_or(&sections);
@@ -61,6 +61,7 @@ pub(super) fn fields(
 /// Returns `rope_scaling`; `None` without one.
 fn scaling(
     metadata: &Metadata<'_>,
+    family: &Family,
     tensors: &dyn Tensors,
     (base, rotated): (f64, u64),
     original: Option<u64>,
@@ -116,6 +117,10 @@ fn scaling(
                 if let Some(beta) = metadata.optional_float(&format!("rope.scaling.{key}"))? {
                     scaling[name] = beta.into();
                 }
+            }
+            if family.has_sinks {
+                // As in every published model; a file has no key for it.
+                scaling["truncate"] = false.into();
             }
             Ok(Some(scaling))
         }

@@ -6,6 +6,7 @@ mod container;
 mod fuzz_files;
 mod fuzz_models;
 mod memory;
+mod mixtures;
 mod model;
 mod model_file;
 mod ollama;

@@ -193,7 +193,7 @@ fn what_cannot_be_read_is_refused_by_name() {
     refused(
         &set("general.architecture", Some("mamba".into())),
         expect![
-            "the architecture of changed.gguf is not supported: `mamba`; those that can be read are llama, granite, smollm3, qwen2, qwen3, qwen35, olmo2, phi3, gemma2, gemma3"
+            "the architecture of changed.gguf is not supported: `mamba`; those that can be read are llama, granite, smollm3, qwen2, qwen3, qwen3moe, gpt-oss, qwen35moe, qwen35, olmo2, phi3, gemma2, gemma3"
         ],
     );
     refused(
@@ -235,7 +235,7 @@ fn what_cannot_be_read_is_refused_by_name() {
     refused(
         &set("qwen2.expert_count", Some(8.into())),
         expect![
-            "`qwen2.expert_count` of changed.gguf is not supported: 8; mixtures of experts cannot be read from GGUF"
+            "`qwen2.expert_count` of changed.gguf is not supported: 8; this family has no mixture of experts"
         ],
     );
     refused(

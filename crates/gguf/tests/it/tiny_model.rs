@@ -17,10 +17,14 @@ pub(crate) const LAYERS: u64 = 2;
 /// Width of a head of linear attention, which has [`KEYS`] key heads and [`HEADS`] value heads, and the window of its convolution.
 pub(crate) const LINEAR: u64 = 8;
 pub(crate) const WINDOW: u64 = 4;
+/// Experts of a mixture, and their width.
+pub(crate) const EXPERTS: u64 = 11;
+pub(crate) const INNER: u64 = 32;
 
 /// The families with what their configurations have besides the sizes.
 pub(crate) fn families() -> Vec<(&'static str, Value)> {
     let kinds = ["sliding_attention", "sliding_attention"];
+    let kinds_in_turns = ["sliding_attention", "full_attention"];
     vec![
         ("llama", json!({ "rope_theta": 500_000.0 })),
         ("mistral", json!({ "head_dim": HEAD, "sliding_window": null })),
@@ -38,6 +42,32 @@ pub(crate) fn families() -> Vec<(&'static str, Value)> {
             json!({
                 "head_dim": HEAD, "full_attention_interval": 2, "linear_num_key_heads": KEYS, "linear_num_value_heads": HEADS,
                 "linear_key_head_dim": LINEAR, "linear_value_head_dim": LINEAR, "linear_conv_kernel_dim": WINDOW
+            }),
+        ),
+        (
+            "qwen3_moe",
+            json!({
+                "head_dim": HEAD, "num_experts": EXPERTS, "num_experts_per_tok": 3, "moe_intermediate_size": INNER,
+                "norm_topk_prob": true
+            }),
+        ),
+        (
+            "gpt_oss",
+            json!({
+                "head_dim": HEAD, "num_local_experts": EXPERTS, "num_experts_per_tok": 3, "intermediate_size": INNER,
+                "layer_types": kinds_in_turns, "sliding_window": 8, "rope_scaling": {
+                    "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
+                    "beta_slow": 1.0, "truncate": false
+                }
+            }),
+        ),
+        (
+            "qwen3_5_moe_text",
+            json!({
+                "head_dim": HEAD, "full_attention_interval": 2, "linear_num_key_heads": KEYS, "linear_num_value_heads": HEADS,
+                "linear_key_head_dim": LINEAR, "linear_value_head_dim": LINEAR, "linear_conv_kernel_dim": WINDOW,
+                "num_experts": EXPERTS, "num_experts_per_tok": 3, "moe_intermediate_size": INNER,
+                "shared_expert_intermediate_size": INNER
             }),
         ),
         ("olmo2", json!({})),
@@ -155,7 +185,7 @@ fn tensors(family: &str, tied: bool) -> Vec<(String, Vec<u64>)> {
         let mut put = |name: &str, shape: &[u64]| {
             all.push((format!("model.layers.{layer}.{name}"), shape.to_vec()));
         };
-        if family == "qwen3_5_text" && layer == 0 {
+        if family.starts_with("qwen3_5") && layer == 0 {
             let (values, channels) = (HEADS * LINEAR, (2 * KEYS + HEADS) * LINEAR);
             put("linear_attn.in_proj_qkv.weight", &[channels, HIDDEN]);
             put("linear_attn.in_proj_z.weight", &[values, HIDDEN]);
@@ -166,33 +196,32 @@ fn tensors(family: &str, tied: bool) -> Vec<(String, Vec<u64>)> {
             put("linear_attn.dt_bias", &[HEADS]);
             put("linear_attn.norm.weight", &[LINEAR]);
             put("linear_attn.out_proj.weight", &[HIDDEN, values]);
-            put("mlp.gate_proj.weight", &[WIDE, HIDDEN]);
-            put("mlp.up_proj.weight", &[WIDE, HIDDEN]);
-            put("mlp.down_proj.weight", &[HIDDEN, WIDE]);
+            mlp(family, &mut put);
             put("input_layernorm.weight", &[HIDDEN]);
             put("post_attention_layernorm.weight", &[HIDDEN]);
             continue;
         }
         if family == "phi3" {
             put("self_attn.qkv_proj.weight", &[queries + 2 * keys, HIDDEN]);
-            put("mlp.gate_up_proj.weight", &[2 * WIDE, HIDDEN]);
         } else {
-            let gates = if family == "qwen3_5_text" { 2 } else { 1 };
+            let gates = if family.starts_with("qwen3_5") { 2 } else { 1 };
             put("self_attn.q_proj.weight", &[gates * queries, HIDDEN]);
             put("self_attn.k_proj.weight", &[keys, HIDDEN]);
             put("self_attn.v_proj.weight", &[keys, HIDDEN]);
-            put("mlp.gate_proj.weight", &[WIDE, HIDDEN]);
-            put("mlp.up_proj.weight", &[WIDE, HIDDEN]);
         }
-        if ["qwen2", "llama"].contains(&family) {
+        mlp(family, &mut put);
+        if ["qwen2", "llama", "gpt_oss"].contains(&family) {
             put("self_attn.q_proj.bias", &[queries]);
             put("self_attn.k_proj.bias", &[keys]);
             put("self_attn.v_proj.bias", &[keys]);
         }
         put("self_attn.o_proj.weight", &[HIDDEN, queries]);
-        put("mlp.down_proj.weight", &[HIDDEN, WIDE]);
+        if family == "gpt_oss" {
+            put("self_attn.o_proj.bias", &[HIDDEN]);
+            put("self_attn.sinks", &[HEADS]);
+        }
         match family {
-            "qwen3" | "qwen3_5_text" | "gemma3_text" => {
+            "qwen3" | "qwen3_moe" | "qwen3_5_text" | "qwen3_5_moe_text" | "gemma3_text" => {
                 put("self_attn.q_norm.weight", &[HEAD]);
                 put("self_attn.k_norm.weight", &[HEAD]);
             }
@@ -214,6 +243,42 @@ fn tensors(family: &str, tied: bool) -> Vec<(String, Vec<u64>)> {
         }
     }
     all
+}
+
+/// The MLP of a layer, or its mixture.
+fn mlp(family: &str, put: &mut impl FnMut(&str, &[u64])) {
+    let has_biases = family == "gpt_oss";
+    let matrices = |name: &str, inner: u64| {
+        [("gate_proj", inner, HIDDEN), ("up_proj", inner, HIDDEN), ("down_proj", HIDDEN, inner)]
+            .map(|(projection, rows, columns)| (format!("mlp.{name}{projection}"), [rows, columns]))
+    };
+    if family == "phi3" {
+        put("mlp.gate_up_proj.weight", &[2 * WIDE, HIDDEN]);
+        put("mlp.down_proj.weight", &[HIDDEN, WIDE]);
+        return;
+    }
+    if !["qwen3_moe", "gpt_oss", "qwen3_5_moe_text"].contains(&family) {
+        matrices("", WIDE).iter().for_each(|(name, shape)| put(&format!("{name}.weight"), shape));
+        return;
+    }
+    put(if has_biases { "mlp.router.weight" } else { "mlp.gate.weight" }, &[EXPERTS, HIDDEN]);
+    if has_biases {
+        put("mlp.router.bias", &[EXPERTS]);
+    }
+    for expert in 0..EXPERTS {
+        for (name, shape) in matrices(&format!("experts.{expert}."), INNER) {
+            put(&format!("{name}.weight"), &shape);
+            if has_biases {
+                put(&format!("{name}.bias"), &shape[..1]);
+            }
+        }
+    }
+    if family == "qwen3_5_moe_text" {
+        matrices("shared_expert.", INNER)
+            .iter()
+            .for_each(|(name, shape)| put(&format!("{name}.weight"), shape));
+        put("mlp.shared_expert_gate.weight", &[1, HIDDEN]);
+    }
 }
 
 /// The value at a place of a tensor: different for every row and column, and exact in fp32.

@@ -104,7 +104,60 @@ fn write(path: &Path) {
         ("qwen2.attention.layer_norm_rms_epsilon".to_owned(), Value::F32(1e-6)),
         ("qwen2.rope.freq_base".to_owned(), Value::F32(10000.0)),
     ];
-    let header = Header { metadata, tensors: infos };
+    write_file(path, Header { metadata, tensors: infos });
+}
+
+/// Writes a gpt-oss whose experts are in blocks, those of a layer of other types than those of the next.
+fn write_mixture(path: &Path) {
+    use TensorType::*;
+    const EXPERTS: u64 = 3;
+    let mut infos = Vec::new();
+    let mut add =
+        |name: String, shape: &[u64], kind| infos.push(TensorInfo { name, shape: shape.to_vec(), kind });
+    add("token_embd.weight".to_owned(), &[VOCABULARY, HIDDEN], Q8_0);
+    add("output.weight".to_owned(), &[VOCABULARY, HIDDEN], Q6K);
+    add("output_norm.weight".to_owned(), &[HIDDEN], F32);
+    for (layer, [gate, up, down]) in [[Q4K, Q8_0, Q6K], [Q4_0, BF16, Q5_1]].into_iter().enumerate() {
+        let mut part = |name: &str, shape: &[u64], kind| add(format!("blk.{layer}.{name}"), shape, kind);
+        part("attn_norm.weight", &[HIDDEN], F32);
+        part("post_attention_norm.weight", &[HIDDEN], F32);
+        part("attn_sinks.weight", &[4], F32);
+        for (name, rows) in
+            [("attn_q", HIDDEN), ("attn_k", HIDDEN / 2), ("attn_v", HIDDEN / 2), ("attn_output", HIDDEN)]
+        {
+            part(&format!("{name}.weight"), &[rows, HIDDEN], Q4K);
+            part(&format!("{name}.bias"), &[rows], F32);
+        }
+        part("ffn_gate_inp.weight", &[EXPERTS, HIDDEN], F32);
+        part("ffn_gate_inp.bias", &[EXPERTS], F32);
+        for (name, rows, columns, kind) in
+            [("gate", WIDE, HIDDEN, gate), ("up", WIDE, HIDDEN, up), ("down", HIDDEN, WIDE, down)]
+        {
+            part(&format!("ffn_{name}_exps.weight"), &[EXPERTS, rows, columns], kind);
+            part(&format!("ffn_{name}_exps.bias"), &[EXPERTS, rows], F32);
+        }
+    }
+    let number = |key: &str, value: u32| (format!("gpt-oss.{key}"), Value::U32(value));
+    let metadata = vec![
+        ("general.architecture".to_owned(), Value::String("gpt-oss".to_owned())),
+        number("embedding_length", HIDDEN as u32),
+        number("block_count", 2),
+        number("feed_forward_length", WIDE as u32),
+        number("expert_feed_forward_length", WIDE as u32),
+        number("expert_count", EXPERTS as u32),
+        number("expert_used_count", 2),
+        number("attention.head_count", 4),
+        number("attention.head_count_kv", 2),
+        number("attention.sliding_window", 5),
+        number("context_length", 128),
+        ("gpt-oss.attention.layer_norm_rms_epsilon".to_owned(), Value::F32(1e-5)),
+        ("gpt-oss.rope.freq_base".to_owned(), Value::F32(10000.0)),
+    ];
+    write_file(path, Header { metadata, tensors: infos });
+}
+
+fn write_file(path: &Path, header: Header) {
+    use TensorType::*;
     let mut bytes = Vec::new();
     let mut writer = Writer::new(&mut bytes, &header).unwrap();
     for (seed, info) in header.tensors.iter().enumerate() {
@@ -196,6 +249,43 @@ fn a_model_in_its_blocks_computes_what_the_dense_one_does() {
         assert_eq!(generated.tokens.len(), 12);
     }
     assert_eq!(text(&model)[0].tokens, text(&model)[0].tokens);
+}
+
+/// Experts keep the blocks of their part of a file's tensor.
+#[test]
+fn experts_in_their_blocks_compute_what_the_dense_ones_do() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("tiny.gguf");
+    write_mixture(&path);
+    let file = ModelFile::open(&path, ReadOptions::default()).unwrap();
+    let model = stored_blocks::load(&file, Device::Cpu).unwrap();
+    let exact = dense(&file, Kind::Float);
+    let stored = tensors(&model);
+    let of_experts = |named: &&models::module::NamedTensor<'_>| {
+        named.name.contains(".experts.") && is_quantized(named.tensor)
+    };
+    assert_eq!(stored.iter().filter(of_experts).count(), 3 * (3 + 2));
+    for (stored, dense) in stored.iter().zip(tensors(&exact)) {
+        let values = match is_quantized(stored.tensor) {
+            true => quantized::dequantize(stored.tensor, Kind::Float).unwrap(),
+            false => stored.tensor.to_kind(Kind::Float),
+        };
+        let tolerance = if is_quantized(stored.tensor) { 0.0 } else { 4e-3 };
+        assert!(values.allclose(dense.tensor, tolerance, 0.0, false), "{}", stored.name);
+    }
+    let tokens = Tensor::from_slice(&(0..48i64).map(|at| at * 13 % VOCABULARY as i64).collect::<Vec<_>>())
+        .view([2, 24]);
+    let _no_grad = tch::no_grad_guard();
+    let logits = |model: &Llama| model.logits(&Input::new(&tokens)).unwrap().to_kind(Kind::Float);
+    let (expected, found) = (logits(&exact), logits(&model));
+    let rounded = logits(&dense(&file, Kind::BFloat16));
+    let distance = |x: &Tensor| (x - &expected).norm().double_value(&[]) / expected.norm().double_value(&[]);
+    let (found, rounded) = (distance(&found), distance(&rounded));
+    // Rounding may give a token another expert, in either model.
+    assert!(found < 2.0 * rounded + 1e-2, "{found} {rounded}");
+    let options = GenerationConfig { max_new_tokens: 12, ..GenerationConfig::default() };
+    let text = generate(&model, &[vec![3, 1, 4], vec![1, 5, 9, 2, 6]], &options, &mut ()).unwrap();
+    assert!(text.iter().all(|row| row.tokens.len() == 12));
 }
 
 #[test]
