@@ -19,6 +19,7 @@ mod layers_over_ranks;
 mod nf4;
 mod pairs;
 mod predicted_peaks;
+mod real_models;
 mod recipe;
 mod refused_allocations;
 mod rows;
