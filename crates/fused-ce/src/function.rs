@@ -1,7 +1,8 @@
 //! The projection and the loss as one autograd function.
 //!
 //! For each chunk of c tokens: Z = X·Wᵀ `[c, v]` into a buffer shared by all chunks; the row statistics of Z; Z ← ∂L/∂Z in
-//! place; dX = ∂Z·W, and dW += ∂Zᵀ·X (the first chunk overwrites). Between forward and backward the function saves dX and dW,
+//! place; dX = ∂Z·W, and dW += ∂Zᵀ·X (the first chunk overwrites). Where rows R of W are replaced for some classes, their columns of Z
+//! become X·Rᵀ, and those of ∂Z go to dX and dR instead. Between forward and backward the function saves dX and dW,
 //! or two numbers per token if the gradients need the upstream gradient first.
 
 mod chunk;
@@ -33,7 +34,9 @@ const BIAS: usize = 2;
 /// scale·X·Aᵀ `[n, r]` of the adapter.
 const LOW_RANK: usize = 3;
 const ADAPTER_B: usize = 4;
-const INPUTS: usize = 5;
+/// Rows `[k, h]` in place of the weight's.
+const REPLACED_ROWS: usize = 5;
+const INPUTS: usize = 6;
 
 /// The differentiable inputs by slot.
 pub(crate) type Differentiable<'a> = [Option<&'a Tensor>; INPUTS];
@@ -50,6 +53,8 @@ pub(crate) struct Fused {
     pub(crate) token_weights: Option<Tensor>,
     /// `[v]`, for all classes.
     pub(crate) class_weights: Option<Tensor>,
+    /// `[k]`, the classes of the replaced rows.
+    pub(crate) replaced_classes: Option<Tensor>,
     /// One element.
     pub(crate) denominator: Option<Tensor>,
     pub(crate) shard: Option<Arc<Shard>>,

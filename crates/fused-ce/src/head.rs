@@ -5,10 +5,11 @@ use models::module::{
     Context, IGNORE_INDEX, LogitTransform, LossHead, LossOutput, Module, ModuleMapper, Visitor, VisitorMut,
     map_modules,
 };
+use models::token_rows::{TOKEN_ROWS, TokenRows};
 use tch::Tensor;
 
 use crate::error::{Error, Result, refused};
-use crate::inputs::Inputs;
+use crate::inputs::{Inputs, ReplacedRows};
 use crate::options::{LinearCrossEntropy, LogSumExp, Reduction};
 
 /// A [`LossHead`] over the weight of the output projection, which may be shared (a tied embedding).
@@ -21,6 +22,7 @@ pub struct LinearCrossEntropyHead {
     loss: LinearCrossEntropy,
     /// The model's own operations on the products, without the options.
     own: LogitTransform,
+    token_rows: Option<TokenRows>,
 }
 
 impl LinearCrossEntropyHead {
@@ -39,7 +41,7 @@ impl LinearCrossEntropyHead {
             entropy: false,
             ..loss
         };
-        Ok(Self { weight, bias, loss, own: LogitTransform::default() })
+        Ok(Self { weight, bias, loss, own: LogitTransform::default(), token_rows: None })
     }
 }
 
@@ -47,22 +49,42 @@ impl Module for LinearCrossEntropyHead {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
         visitor.parameter("weight", &self.weight);
         visitor.optional_parameter("bias", self.bias.as_ref());
+        if let Some(rows) = &self.token_rows {
+            visitor.part("", rows);
+        }
     }
 
     fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> models::Result<()> {
         visitor.parameter("weight", &mut self.weight)?;
-        visitor.optional_parameter("bias", self.bias.as_mut())
+        visitor.optional_parameter("bias", self.bias.as_mut())?;
+        self.token_rows.as_mut().map_or(Ok(()), |rows| visitor.part("", rows))
     }
 }
 
 impl LossHead for LinearCrossEntropyHead {
     fn logits(&self, hidden_btd: &Tensor, _: &Context<'_>) -> models::Result<Tensor> {
-        let products = linear(hidden_btd, &self.weight, self.bias.as_ref())?;
+        let mut products = linear(hidden_btd, &self.weight, self.bias.as_ref())?;
+        if let Some(rows) = &self.token_rows {
+            rows.project(&mut products, hidden_btd)?;
+        }
         LogitTransform { scale: self.loss.scale, softcap: self.loss.softcap }.apply(products)
     }
 
     fn transform(&self) -> LogitTransform {
         self.own
+    }
+
+    fn token_rows(&self) -> Option<&TokenRows> {
+        self.token_rows.as_ref()
+    }
+
+    fn set_token_rows(&mut self, rows: Option<TokenRows>) -> models::Result<()> {
+        if rows.is_some() && self.bias.is_some() {
+            let reason = "the head has a bias, which would be left out for the replaced rows";
+            return Err(models::Error::invalid("token rows", reason));
+        }
+        self.token_rows = rows;
+        Ok(())
     }
 
     fn loss(
@@ -74,6 +96,10 @@ impl LossHead for LinearCrossEntropyHead {
         let loss = LinearCrossEntropy { predictions: context.accuracy, ..self.loss.clone() };
         let inputs = Inputs {
             bias: self.bias.as_ref(),
+            replaced_rows: self
+                .token_rows
+                .as_ref()
+                .map(|replaced| ReplacedRows { classes: replaced.tokens(), rows: &replaced.rows }),
             labelled_tokens: context.labelled_tokens.map(|number| number.min(labels_bt.numel() as i64)),
             ..Inputs::new(hidden_btd, &self.weight, labels_bt)
         };
@@ -139,6 +165,8 @@ fn replaced(name: &str, head: &dyn LossHead, loss: &LinearCrossEntropy) -> Resul
     };
     let loss = LinearCrossEntropy { scale: loss.scale * own.scale, softcap, ..loss.clone() };
     let mut tensors = models::module::tensors(head);
+    let token_rows = head.token_rows().map(TokenRows::shallow_clone);
+    tensors.retain(|named| token_rows.is_none() || named.name != TOKEN_ROWS);
     let names: Vec<String> = tensors.iter().map(|named| named.name.clone()).collect();
     tensors.sort_by_key(|named| named.name != "weight");
     let (weight, bias) = match tensors.as_slice() {
@@ -154,5 +182,5 @@ fn replaced(name: &str, head: &dyn LossHead, loss: &LinearCrossEntropy) -> Resul
         }
     };
     let head = LinearCrossEntropyHead::new(weight.shallow_clone(), bias.map(Tensor::shallow_clone), loss)?;
-    Ok(LinearCrossEntropyHead { own, ..head })
+    Ok(LinearCrossEntropyHead { own, token_rows, ..head })
 }

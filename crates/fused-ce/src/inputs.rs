@@ -41,6 +41,15 @@ pub struct Adapter<'a> {
     pub scale: f64,
 }
 
+/// Rows of the weight that are replaced for some classes, such as those of new tokens: logits of class `classes[k]` are x·`rows[k]`.
+#[derive(Clone, Copy, Debug)]
+pub struct ReplacedRows<'a> {
+    /// `[n]` int64, each class at most once.
+    pub classes: &'a Tensor,
+    /// `[n, hidden]` in a floating dtype, rounded to that of `hidden` for the products.
+    pub rows: &'a Tensor,
+}
+
 /// The inputs of a loss. Letters: n tokens (all leading dimensions of `hidden`), h hidden, v vocabulary.
 #[derive(Clone, Debug)]
 pub struct Inputs<'a> {
@@ -54,6 +63,8 @@ pub struct Inputs<'a> {
     pub bias: Option<&'a Tensor>,
     /// A low-rank adapter of the weight.
     pub adapter: Option<Adapter<'a>>,
+    /// Rows in place of the weight's, which get their own gradient; those of the weight get none.
+    pub replaced_rows: Option<ReplacedRows<'a>>,
     /// A factor per token for its loss, z-loss included: fp32 (fp64 for fp64 inputs), in the shape of the targets. Not
     /// differentiated; for gradients, multiply the result of [`Reduction::None`] instead.
     pub token_weights: Option<&'a Tensor>,
@@ -80,6 +91,7 @@ impl<'a> Inputs<'a> {
             targets: Targets::Classes(targets),
             bias: None,
             adapter: None,
+            replaced_rows: None,
             token_weights: None,
             class_weights: None,
             denominator: None,
@@ -163,6 +175,7 @@ pub(crate) fn check(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result
             )));
         }
     }
+    replaced_rows(inputs, hidden)?;
     targets(inputs, options, leading, columns)?;
     if let Some(weights) = inputs.token_weights {
         if weights.size() != leading {
@@ -180,6 +193,27 @@ pub(crate) fn check(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result
     }
     let widest = inputs.shard.as_ref().map_or(columns, |shard| shard.widest);
     Ok(Sizes { tokens, hidden, columns, vocabulary, first, widest })
+}
+
+fn replaced_rows(inputs: &Inputs<'_>, hidden: i64) -> Result<()> {
+    let Some(ReplacedRows { classes, rows }) = inputs.replaced_rows else { return Ok(()) };
+    if inputs.shard.is_some() {
+        return Err(refused(
+            "rows are replaced in a whole vocabulary, not in a shard; replace them in the shards' weights",
+        ));
+    }
+    if inputs.bias.is_some() || inputs.adapter.is_some() {
+        return Err(refused("rows are replaced in a weight without a bias and an adapter; leave either out"));
+    }
+    let expected = [classes.numel() as i64, hidden];
+    if rows.size() != expected {
+        return Err(shape("replaced_rows.rows", rows, format!("{expected:?}, a row for each class")));
+    }
+    if !rows.is_floating_point() {
+        return Err(dtype("replaced_rows.rows", rows.kind(), "a floating dtype"));
+    }
+    same("replaced_rows.classes", classes, Kind::Int64, inputs.hidden.device())?;
+    same("replaced_rows.rows", rows, rows.kind(), inputs.hidden.device())
 }
 
 fn targets(inputs: &Inputs<'_>, options: &LinearCrossEntropy, leading: &[i64], columns: i64) -> Result<()> {
@@ -275,6 +309,8 @@ fn defined(inputs: &Inputs<'_>) -> Result<()> {
         ("bias", inputs.bias),
         ("adapter.a", inputs.adapter.map(|adapter| adapter.a)),
         ("adapter.b", inputs.adapter.map(|adapter| adapter.b)),
+        ("replaced_rows.classes", inputs.replaced_rows.map(|replaced| replaced.classes)),
+        ("replaced_rows.rows", inputs.replaced_rows.map(|replaced| replaced.rows)),
         ("token_weights", inputs.token_weights),
         ("class_weights", inputs.class_weights),
         ("denominator", denominator_tensor(inputs)),

@@ -90,7 +90,7 @@ pub mod vocabulary_parallel;
 pub use chunk_plan::{default_budget, default_chunk_tokens, one_chunk_tokens};
 pub use error::{Error, Result};
 pub use head::LinearCrossEntropyHead;
-pub use inputs::{Adapter, Denominator, Inputs, Targets};
+pub use inputs::{Adapter, Denominator, Inputs, ReplacedRows, Targets};
 pub use linear_cross_entropy::Output;
 pub use options::{CheckTargets, Chunk, EmptyMean, Gradients, LinearCrossEntropy, LogSumExp, Reduction};
 

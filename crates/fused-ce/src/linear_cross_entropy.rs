@@ -105,6 +105,8 @@ impl LinearCrossEntropy {
             }
             None => None,
         };
+        // Operands of one product; the gradient is rounded as those of the other operands are.
+        let replaced = inputs.replaced_rows.map(|replaced| replaced.rows.f_to_kind(kind)).transpose()?;
         let flat = |tensor: &Tensor| tensor.f_detach()?.f_reshape([-1]);
         let differentiable: Differentiable<'_> = [
             Some(inputs.hidden),
@@ -112,6 +114,7 @@ impl LinearCrossEntropy {
             inputs.bias,
             low_rank.as_ref(),
             inputs.adapter.map(|adapter| adapter.b),
+            replaced.as_ref(),
         ];
         let targets_shape = inputs.hidden.size()[..inputs.hidden.dim() - 1].to_vec();
         let function = Fused {
@@ -128,6 +131,7 @@ impl LinearCrossEntropy {
             },
             token_weights: inputs.token_weights.map(flat).transpose()?,
             class_weights: inputs.class_weights.map(flat).transpose()?,
+            replaced_classes: inputs.replaced_rows.map(|replaced| flat(replaced.classes)).transpose()?,
             denominator: match inputs.denominator {
                 None => None,
                 Some(Denominator::Tensor(tensor)) => Some(tensor.f_detach()?),

@@ -7,12 +7,26 @@ use crate::error::{Error, Result, unknown_token, wrong_placement, wrong_shape};
 use crate::init::Init;
 use crate::linear::positive;
 use crate::module::{Module, Visitor, VisitorMut};
+use crate::token_rows::TokenRows;
+
+/// Changes what an [`Embedding`] looks up: a technique's part of it, such as a low-rank term.
+pub trait EmbeddingChange: Module {
+    /// Maps the rows `[batch, sequence, width]` that were looked up for `tokens_bt` `[batch, sequence]` to others of the same shape.
+    ///
+    /// # Errors
+    /// A tensor of the wrong shape, dtype or device.
+    fn apply(&self, looked_up: Tensor, tokens_bt: &Tensor) -> Result<Tensor>;
+}
 
 /// A lookup table with one row per token.
 #[derive(Debug)]
 pub struct Embedding {
     /// `[vocabulary, width]`, or the same matrix quantized ([`kernels::quantized`]), whose rows are read in bf16.
     pub weight: Tensor,
+    /// Rows that are looked up in place of the table's.
+    pub token_rows: Option<TokenRows>,
+    /// A change of the rows that are looked up.
+    pub change: Option<Box<dyn EmbeddingChange>>,
 }
 
 impl Embedding {
@@ -22,7 +36,7 @@ impl Embedding {
     /// A size below 1, too little memory.
     pub fn new(vocabulary: i64, width: i64, init: Init, options: (Kind, Device)) -> Result<Self> {
         positive("embedding", &[("vocabulary", vocabulary), ("width", width)])?;
-        Ok(Self { weight: init.parameter(&[vocabulary, width], options)? })
+        Ok(Self::from(init.parameter(&[vocabulary, width], options)?))
     }
 
     /// Maps int64 tokens `[batch, sequence]` to `[batch, sequence, width]`.
@@ -46,19 +60,15 @@ impl Embedding {
                 format!("Int64 on {:?}, the device of the weights", self.weight.device()),
             ));
         }
-        self.rows(tokens_bt).map_err(|error| self.unknown_token(tokens_bt).unwrap_or_else(|| error.into()))
-    }
-
-    fn rows(&self, tokens_bt: &Tensor) -> std::result::Result<Tensor, tch::TchError> {
-        if !is_quantized(&self.weight) {
-            return Tensor::f_embedding(&self.weight, tokens_bt, -1, false, false);
+        let rows = look_up(&self.weight, tokens_bt);
+        let mut rows = rows.map_err(|error| self.unknown_token(tokens_bt).unwrap_or_else(|| error.into()))?;
+        if let Some(change) = &self.change {
+            rows = change.apply(rows, tokens_bt)?;
         }
-        let _no_grad = tch::no_grad_guard();
-        // Rows of a quantized matrix are one.
-        let rows = self.weight.f_index_select(0, &tokens_bt.f_reshape([-1])?)?;
-        let values =
-            dequantize(&rows, Kind::BFloat16).map_err(|error| tch::TchError::Torch(error.to_string()))?;
-        values.f_view([&tokens_bt.size()[..], &[values.size()[1]]].concat().as_slice())
+        match &self.token_rows {
+            Some(replaced) => replaced.embed(&rows, tokens_bt),
+            None => Ok(rows),
+        }
     }
 
     /// Explains a failed lookup if a token was outside the vocabulary. Called only after a failure, so that a successful lookup
@@ -72,12 +82,43 @@ impl Embedding {
     }
 }
 
+/// Returns the rows of a table, also of a quantized one, for int64 tokens of any shape, without a check of the tokens.
+///
+/// # Errors
+/// A token outside the table; errors of libtorch.
+pub fn look_up(table: &Tensor, tokens: &Tensor) -> std::result::Result<Tensor, tch::TchError> {
+    if !is_quantized(table) {
+        return Tensor::f_embedding(table, tokens, -1, false, false);
+    }
+    let _no_grad = tch::no_grad_guard();
+    // Rows of a quantized matrix are one.
+    let rows = table.f_index_select(0, &tokens.f_reshape([-1])?)?;
+    let values =
+        dequantize(&rows, Kind::BFloat16).map_err(|error| tch::TchError::Torch(error.to_string()))?;
+    values.f_view([&tokens.size()[..], &[values.size()[1]]].concat().as_slice())
+}
+
+impl From<Tensor> for Embedding {
+    /// Creates a lookup in a table `[vocabulary, width]`.
+    fn from(weight: Tensor) -> Self {
+        Self { weight, token_rows: None, change: None }
+    }
+}
+
 impl Module for Embedding {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
         visitor.parameter("weight", &self.weight);
+        if let Some(change) = &self.change {
+            visitor.part("", &**change);
+        }
+        if let Some(rows) = &self.token_rows {
+            visitor.part("", rows);
+        }
     }
 
     fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
-        visitor.parameter("weight", &mut self.weight)
+        visitor.parameter("weight", &mut self.weight)?;
+        self.change.as_mut().map_or(Ok(()), |change| visitor.part("", &mut **change))?;
+        self.token_rows.as_mut().map_or(Ok(()), |rows| visitor.part("", rows))
     }
 }

@@ -125,7 +125,7 @@ impl Module for Gpt2 {
     }
 
     fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
-        visitor.part("wte", &mut self.wte)?;
+        visitor.embedding("wte", &mut self.wte)?;
         visitor.part("wpe", &mut self.wpe)?;
         for (index, block) in self.blocks.iter_mut().enumerate() {
             visitor.block(&format!("h.{index}"), block)?;

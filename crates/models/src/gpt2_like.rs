@@ -123,7 +123,7 @@ impl Module for Gpt2Like {
     }
 
     fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
-        visitor.part("embedding", &mut self.embedding)?;
+        visitor.embedding("embedding", &mut self.embedding)?;
         visitor.projection("hidden_projector", &mut self.hidden_projector)?;
         visitor.block("decoder", &mut self.decoder)?;
         visitor.loss_head("output_linear", &mut self.head)

@@ -136,6 +136,15 @@ impl Folder {
         Ok(Self { path, config, weights, has_own_head, end_tokens, ends_of_config, pad_token })
     }
 
+    /// Returns the folder of a model whose vocabulary has `rows` rows, for new tokens: the embedding and a head of its own get further
+    /// rows, each the mean of the files' as it is loaded (in the blocks of a GGUF file zeros). Fewer rows than the files' change nothing.
+    #[must_use]
+    pub fn with_vocabulary(mut self, rows: i64) -> Self {
+        self.config.vocab_size = self.config.vocab_size.max(rows);
+        self.weights.vocabulary = Some(self.config.vocab_size);
+        self
+    }
+
     /// Returns the folder's path.
     pub fn path(&self) -> &Path {
         &self.path
@@ -229,7 +238,7 @@ impl Folder {
         if kind == Some(blocks::KIND)
             && let Some(file) = self.gguf_file()
         {
-            return stored_blocks::load(file, device);
+            return stored_blocks::load_with(file, self.config.vocab_size, device);
         }
         let kind = self.kind_or(kind)?;
         // Initial values would be overwritten: every tensor of the model is in the files, which `open` has checked and

@@ -46,6 +46,7 @@ pub mod state_dict;
 #[cfg(feature = "gguf")]
 pub mod stored_blocks;
 pub mod tensors_file;
+pub mod token_rows;
 
 mod activation;
 mod decoder_layer;
@@ -66,7 +67,7 @@ pub use activation::Activation;
 pub use attention::{AttentionPath, Documents};
 pub use decoder::strict_json;
 pub use decoder_layer::TransformerDecoderLayer;
-pub use embedding::Embedding;
+pub use embedding::{Embedding, EmbeddingChange, look_up};
 pub use error::{Error, Result};
 pub use feed_forward::FeedForward;
 pub use gpt2::{Gpt2, Gpt2Config};
@@ -79,3 +80,4 @@ pub use mixture::{ExpertLoads, ExpertSlot, ExpertSource, SparseMlp};
 pub use norm::{LayerNorm, NormKernel, RmsNorm};
 pub use position::{LearnedPositionalEmbedding, PositionalEncoding};
 pub use swiglu::{Geglu, JointSwiglu, Swiglu};
+pub use token_rows::TokenRows;

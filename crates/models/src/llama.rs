@@ -117,7 +117,7 @@ impl Llama {
         let options = (dense_kind(options.0), options.1);
         let in_blocks = of_block.0 == blocks::KIND;
         let embed_tokens = match in_blocks {
-            true => Embedding { weight: placeholder(vocab_size, options.1)? },
+            true => Embedding::from(placeholder(vocab_size, options.1)?),
             false => Embedding::new(vocab_size, hidden_size, init, options)?,
         };
         let block = |layer| -> Result<Box<dyn Block>> {
@@ -181,7 +181,7 @@ impl Module for Llama {
     }
 
     fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
-        visitor.part("embed_tokens", &mut self.embed_tokens)?;
+        visitor.embedding("embed_tokens", &mut self.embed_tokens)?;
         for (index, layer) in self.layers.iter_mut().enumerate() {
             visitor.block(&format!("layers.{index}"), layer)?;
         }

@@ -2,10 +2,12 @@
 
 use tch::{Kind, Reduction, Tensor};
 
-use crate::error::{Result, wrong_shape};
+use crate::error::{Error, Result, wrong_shape};
 use crate::module::{
     Context, IGNORE_INDEX, LogitTransform, LossHead, LossOutput, Module, Projection, Visitor, VisitorMut,
+    tensors,
 };
+use crate::token_rows::TokenRows;
 
 /// Computes all logits, then their cross-entropy, as every framework does: the baseline for better heads.
 ///
@@ -14,6 +16,7 @@ use crate::module::{
 pub struct ProjectionHead {
     projection: Box<dyn Projection>,
     transform: LogitTransform,
+    token_rows: Option<TokenRows>,
 }
 
 impl ProjectionHead {
@@ -24,27 +27,54 @@ impl ProjectionHead {
 
     /// Creates a head that also transforms the projection's results.
     pub fn with_transform(projection: impl Projection + 'static, transform: LogitTransform) -> Self {
-        Self { projection: Box::new(projection), transform }
+        Self { projection: Box::new(projection), transform, token_rows: None }
+    }
+
+    /// Computes the logits of hidden states of any leading shape.
+    fn transformed(&self, hidden: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        let mut products = self.projection.forward(hidden, context)?;
+        if let Some(rows) = &self.token_rows {
+            rows.project(&mut products, hidden)?;
+        }
+        self.transform.apply(products)
     }
 }
 
 impl Module for ProjectionHead {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
         visitor.part("", &*self.projection);
+        if let Some(rows) = &self.token_rows {
+            visitor.part("", rows);
+        }
     }
 
     fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
-        visitor.projection("", &mut self.projection)
+        visitor.projection("", &mut self.projection)?;
+        self.token_rows.as_mut().map_or(Ok(()), |rows| visitor.part("", rows))
     }
 }
 
 impl LossHead for ProjectionHead {
     fn logits(&self, hidden_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        self.transform.apply(self.projection.forward(hidden_btd, context)?)
+        self.transformed(hidden_btd, context)
     }
 
     fn transform(&self) -> LogitTransform {
         self.transform
+    }
+
+    fn token_rows(&self) -> Option<&TokenRows> {
+        self.token_rows.as_ref()
+    }
+
+    fn set_token_rows(&mut self, rows: Option<TokenRows>) -> Result<()> {
+        if rows.is_some() && tensors(&*self.projection).iter().any(|named| named.name != "weight") {
+            let reason = "the output projection has more than a weight, such as a bias or an adapter, which would be \
+                          left out for the replaced rows; leave the head out of the adapter's targets";
+            return Err(Error::invalid("token rows", reason));
+        }
+        self.token_rows = rows;
+        Ok(())
     }
 
     fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, context: &Context<'_>) -> Result<LossOutput> {
@@ -54,8 +84,7 @@ impl LossHead for ProjectionHead {
             return Err(wrong_shape("loss", "labels", size, expected));
         }
         let labels = labels_bt.f_reshape([-1])?;
-        let logits = self.projection.forward(&hidden_btd.f_flatten(0, 1)?, context)?;
-        let logits = self.transform.apply(logits)?;
+        let logits = self.transformed(&hidden_btd.f_flatten(0, 1)?, context)?;
         // Sums and exponentials in low precision are too inexact; every framework computes them in fp32.
         let logits = match logits.kind() {
             Kind::Half | Kind::BFloat16 => logits.f_to_kind(Kind::Float)?,

@@ -4,7 +4,8 @@
 //! (here and in [`crate::state_dict`]). Names are joined with dots, as in PyTorch: `decoder.self_attn.in_proj_weight`.
 //!
 //! Five kinds of part are trait objects, which a technique can replace without the model knowing: [`Projection`],
-//! [`Attention`], [`Mlp`], [`Block`] and [`LossHead`]. [`map_modules`] calls a [`ModuleMapper`] with each of them and its name:
+//! [`Attention`], [`Mlp`], [`Block`] and [`LossHead`]. An [`Embedding`](crate::Embedding) can be changed in place. [`map_modules`] calls a
+//! [`ModuleMapper`] with each of them and its name:
 //!
 //! ```
 //! use models::module::{ModuleMapper, Module, Projection, map_modules};
@@ -57,6 +58,7 @@ pub use visitor::{ModuleMapper, Role, Visitor, VisitorMut, map_modules};
 use crate::activation::Activation;
 use crate::error::{Error, Result};
 use crate::key_value_cache::CacheShape;
+use crate::token_rows::TokenRows;
 
 /// Has named tensors and named parts.
 pub trait Module: Debug + Send {
@@ -166,6 +168,24 @@ pub trait LossHead: Module {
     /// The operations after the output projection, for techniques that compute the same in another way.
     fn transform(&self) -> LogitTransform {
         LogitTransform::default()
+    }
+
+    /// Rows that replace those of the output projection for some tokens, if there are any.
+    fn token_rows(&self) -> Option<&TokenRows> {
+        None
+    }
+
+    /// Replaces rows of the output projection, or no longer.
+    ///
+    /// # Errors
+    /// A head that cannot do that, the default.
+    fn set_token_rows(&mut self, rows: Option<TokenRows>) -> Result<()> {
+        match rows {
+            None => Ok(()),
+            Some(_) => {
+                Err(Error::invalid("token rows", "this loss head cannot replace rows of its projection"))
+            }
+        }
     }
 }
 

@@ -26,16 +26,27 @@ const PIECE: u64 = 1 << 18;
 /// A configuration that the file contradicts; a type of blocks that products do not read, by the tensor's name; a device other than the
 /// CPU; too little memory.
 pub fn load(file: &ModelFile, device: Device) -> Result<Llama> {
+    load_with(file, 0, device)
+}
+
+/// [`load`] of a model whose embedding and head have `vocabulary` rows, if the file has fewer: the others are zeros, for tokens whose rows
+/// are elsewhere ([`crate::token_rows`]).
+///
+/// # Errors
+/// As [`load`].
+pub fn load_with(file: &ModelFile, vocabulary: i64, device: Device) -> Result<Llama> {
     if device != Device::Cpu {
         let reason = format!(
             "blocks are multiplied on a CPU only, not on {device:?}; load the model in bfloat16, or in nf4"
         );
         return Err(Error::file(file.path(), reason));
     }
-    let config: DecoderConfig = serde_json::from_value(serde_json::Value::Object(file.config().clone()))
+    let mut config: DecoderConfig = serde_json::from_value(serde_json::Value::Object(file.config().clone()))
         .map_err(|cause| Error::file(file.path(), cause))?;
+    config.vocab_size = config.vocab_size.max(vocabulary);
     let mut model = Llama::with_init(&config, Init::Uninitialised, (blocks::KIND, device))?;
     fill(&mut model, "", file)?;
+    map_modules(&mut model, &mut Rows { vocabulary: config.vocab_size, embedding: None })?;
     Ok(model)
 }
 
@@ -62,6 +73,37 @@ pub fn matrix_bytes(file: &ModelFile) -> Result<Vec<(String, u64)>> {
         })
     };
     file.tensors().iter().map(bytes).collect()
+}
+
+/// Appends rows of zeros to the embedding and the head, to `vocabulary` rows. A block of zeros has the values 0 in every type.
+struct Rows {
+    vocabulary: i64,
+    /// The embedding before and after, which a tied head shares.
+    embedding: Option<(Tensor, Tensor)>,
+}
+
+impl ModuleMapper for Rows {
+    fn tensor(&mut self, name: &str, tensor: &mut Tensor, _: Role) -> Result<()> {
+        let more = self.vocabulary - tensor.size().first().copied().unwrap_or(self.vocabulary);
+        if ![EMBEDDING, LM_HEAD].contains(&name) || more <= 0 {
+            return Ok(());
+        }
+        let before = tensor.shallow_clone();
+        *tensor = match &self.embedding {
+            Some((known, longer)) if known.data_ptr() == before.data_ptr() => longer.shallow_clone(),
+            _ => {
+                let size = [&[more], &before.size()[1..]].concat();
+                Tensor::f_cat(
+                    &[&before, &Tensor::f_zeros(size.as_slice(), (before.kind(), before.device()))?],
+                    0,
+                )?
+            }
+        };
+        if name == EMBEDDING {
+            self.embedding = Some((before, tensor.shallow_clone()));
+        }
+        Ok(())
+    }
 }
 
 struct Fill<'a> {

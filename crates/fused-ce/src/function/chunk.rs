@@ -7,7 +7,7 @@ use runtime::ops::TryScalar;
 use runtime::{Error as RuntimeError, Result};
 use tch::{Device, Kind, Tensor};
 
-use super::{ADAPTER_B, BIAS, Fused, HIDDEN, INPUTS, LOW_RANK, WEIGHT};
+use super::{ADAPTER_B, BIAS, Fused, HIDDEN, INPUTS, LOW_RANK, REPLACED_ROWS, WEIGHT};
 use crate::inputs::Sizes;
 use crate::options::{EmptyMean, Gradients, LogSumExp, Reduction};
 use crate::token_loss::TargetMass;
@@ -86,7 +86,7 @@ impl Fused {
         Transform { bias, scale: self.options.scale, softcap: self.options.softcap }
     }
 
-    /// Writes X·Wᵀ (+ scale·X·Aᵀ·Bᵀ) of a chunk into `tile`; `x` are the chunk's rows of X.
+    /// Writes X·Wᵀ (+ scale·X·Aᵀ·Bᵀ), and X·Rᵀ in the columns of replaced rows, of a chunk into `tile`; `x` are the chunk's rows of X.
     pub(super) fn products(
         &self,
         operands: &Operands,
@@ -98,6 +98,11 @@ impl Fused {
         base_product_into(tile, x, operands.weight(), false)?;
         if let (Some(low_rank), Some(b)) = (&operands.by_slot[LOW_RANK], &operands.by_slot[ADAPTER_B]) {
             mm_into(tile, &self.gather(low_rank, start, count)?, &b.f_tr()?, true)?;
+        }
+        if let (Some(classes), Some(rows)) = (&self.replaced_classes, &operands.by_slot[REPLACED_ROWS]) {
+            let mut columns = Tensor::f_empty([count, rows.size()[0]], (tile.kind(), tile.device()))?;
+            base_product_into(&mut columns, x, rows, false)?;
+            let _ = tile.f_index_copy_(1, classes, &columns)?;
         }
         Ok(())
     }

@@ -7,7 +7,7 @@ use runtime::Result;
 use tch::{Device, Kind, Tensor};
 
 use super::chunk::Operands;
-use super::{ADAPTER_B, BIAS, Fused, HIDDEN, INPUTS, LOW_RANK, WEIGHT};
+use super::{ADAPTER_B, BIAS, Fused, HIDDEN, INPUTS, LOW_RANK, REPLACED_ROWS, WEIGHT};
 use crate::chunk_plan::{ChunkPlan, WHOLE};
 use crate::vocabulary_parallel::ReduceOp;
 
@@ -61,6 +61,7 @@ impl GradientSums {
         // Products on the CPU take an operand in fp32 beside one in another dtype.
         let gradient =
             if device == Device::Cpu { tile.shallow_clone() } else { tile.f_to_kind(plan.gradient)? };
+        let of_replaced = self.take_replaced(of, &gradient, &x, first_chunk)?;
         let mut x = Some(x);
         for [for_tokens, for_columns] in [[HIDDEN, WEIGHT], [LOW_RANK, ADAPTER_B]] {
             if !self.wanted[for_tokens] && !self.wanted[for_columns] {
@@ -93,10 +94,36 @@ impl GradientSums {
                     true => mm_transposed_into(&mut into, &gradient, matrix, false)?,
                     false => mm_into(&mut into, &gradient, matrix, false)?,
                 }
+                if let (HIDDEN, Some(part)) = (for_tokens, &of_replaced) {
+                    let rows = operands.by_slot[REPLACED_ROWS].as_ref().expect("given with their classes");
+                    mm_into(&mut into, part, rows, true)?;
+                }
                 self.store_token_rows(of, for_tokens, &into, start, count)?;
             }
         }
         Ok(())
+    }
+
+    /// Takes the columns of replaced rows out of ∂L/∂Z, where the weight's own get zeros, and adds to the rows' gradient.
+    fn take_replaced(
+        &mut self,
+        of: &Fused,
+        gradient: &Tensor,
+        x: &Tensor,
+        first_chunk: bool,
+    ) -> Result<Option<Tensor>> {
+        let Some(classes) = &of.replaced_classes else { return Ok(None) };
+        let part = gradient.f_index_select(1, classes)?;
+        let _ = gradient.shallow_clone().f_index_fill_(1, classes, 0.0)?;
+        if self.wanted[REPLACED_ROWS] {
+            let size = [classes.size()[0], of.sizes.hidden];
+            let sum = match &mut self.by_slot[REPLACED_ROWS] {
+                Some(sum) => sum,
+                empty => empty.insert(Tensor::f_empty(size, (of.plan.compute, gradient.device()))?),
+            };
+            mm_into(sum, &part.f_tr()?, x, !first_chunk)?;
+        }
+        Ok(Some(part))
     }
 
     /// Returns the buffer for the per-token gradient of a chunk: a view of the result if the layout and dtype allow it.

@@ -14,6 +14,7 @@ mod naive;
 mod options;
 mod precision_policy;
 mod quantized_weight;
+mod replaced_rows;
 mod semantics;
 mod threads;
 mod vocabulary_parallel;

@@ -20,6 +20,7 @@ use crate::llama::{DecoderConfig, EMBEDDING, LM_HEAD, Llama};
 use crate::module::tensors;
 use crate::state_dict::check_fit;
 use crate::tensors_file::{Entry, TensorLocation, TensorsFile, dtype_name};
+use crate::token_rows::mean_row;
 
 /// Memory-mapped weight files and their contents.
 #[derive(Debug)]
@@ -35,6 +36,8 @@ pub(crate) struct Weights {
     pub(super) beside: Locations,
     /// The weights of a folder whose weights stay in a GGUF file; all else here is empty then.
     pub(super) gguf: Option<GgufWeights>,
+    /// Rows of the embedding and of the head, where they are more than the files'.
+    pub(super) vocabulary: Option<i64>,
 }
 
 impl Weights {
@@ -122,7 +125,7 @@ impl Weights {
             };
             quantized.insert(name.to_owned(), bitsandbytes::read(&files, &beside, codes, name)?);
         }
-        Ok(Self { path: path.to_owned(), files, locations, quantized, beside, gguf: None })
+        Ok(Self { path: path.to_owned(), files, locations, quantized, beside, gguf: None, vocabulary: None })
     }
 
     /// Decides whether the head is the embedding, as transformers 5 does: a configuration that ties them is followed unless the files have
@@ -251,14 +254,35 @@ impl Weights {
     /// Copies one tensor, by the model's name, quantizing or dequantizing it if the target and the files differ in that; returns whether
     /// there is one of that name.
     pub(super) fn copy_one(&self, name: &str, target: &Tensor) -> Result<bool> {
-        let Some(shape) = self.shape(name) else { return Ok(false) };
+        let Some(shape) = self.stored_shape(name) else { return Ok(false) };
+        if let Some(rows) = self.more_rows(name, &shape) {
+            // The head, which bitsandbytes may have quantized, is dense here as the embedding is.
+            let _no_grad = tch::no_grad_guard();
+            let [stored, further] = [(0, shape[0]), (shape[0], rows - shape[0])]
+                .map(|(start, count)| target.f_detach()?.f_narrow(0, start, count));
+            let (stored, further) = (stored?, further?);
+            let is_copied = self.copy_stored(name, &stored, &shape)?;
+            further.shallow_clone().f_copy_(&mean_row(&stored, shape[0])?)?;
+            return Ok(is_copied);
+        }
+        self.copy_stored(name, target, &shape)
+    }
+
+    /// Returns the rows of a matrix that has more than the files' `shape`.
+    fn more_rows(&self, name: &str, shape: &[i64]) -> Option<i64> {
+        let more = self.vocabulary.filter(|rows| shape.first().is_some_and(|stored| rows > stored));
+        more.filter(|_| [EMBEDDING, LM_HEAD].contains(&name))
+    }
+
+    /// [`Weights::copy_one`] of a tensor in the files' `shape`.
+    fn copy_stored(&self, name: &str, target: &Tensor, shape: &[i64]) -> Result<bool> {
         let values = match (self.quantized.get(name), nf4::is_nf4(target)) {
             (None, false) => return self.copy_values(name, target).map(|()| true),
             (Some(quantized), true) => self.packed(name, quantized)?,
             (Some(quantized), false) => quantized::dequantize(&self.packed(name, quantized)?, target.kind())?,
             (None, true) => {
                 // From the values that a model in bf16 has.
-                let dense = Tensor::f_empty(&shape, (Kind::BFloat16, Device::Cpu))?;
+                let dense = Tensor::f_empty(shape, (Kind::BFloat16, Device::Cpu))?;
                 self.copy_values(name, &dense)?;
                 nf4::quantize(&dense, Scales::of(target.kind()).unwrap_or(Scales::Nested))?
             }
@@ -291,8 +315,17 @@ impl Weights {
         }
     }
 
-    /// The shape of a tensor's values; `None` for a name that the files do not contain.
+    /// The shape of a tensor in the model; `None` for a name that the files do not contain.
     fn shape(&self, name: &str) -> Option<Vec<i64>> {
+        let mut shape = self.stored_shape(name)?;
+        if let Some(rows) = self.more_rows(name, &shape) {
+            shape[0] = rows;
+        }
+        Some(shape)
+    }
+
+    /// The shape of a tensor's values in the files.
+    fn stored_shape(&self, name: &str) -> Option<Vec<i64>> {
         match (&self.gguf, self.quantized.get(name)) {
             (Some(gguf), _) => gguf.shape(name),
             (None, Some(quantized)) => Some(quantized.shape.to_vec()),

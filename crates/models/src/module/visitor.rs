@@ -5,6 +5,7 @@ use std::fmt::Debug;
 use tch::Tensor;
 
 use super::{Attention, Block, LossHead, Mlp, Module, Projection};
+use crate::embedding::Embedding;
 use crate::error::Result;
 use crate::mixture::ExpertSlot;
 
@@ -98,6 +99,13 @@ pub trait ModuleMapper {
     fn block(&mut self, name: &str, slot: &mut Box<dyn Block>) -> Result<()> {
         Ok(())
     }
+    /// An embedding.
+    ///
+    /// # Errors
+    /// The mapper's own.
+    fn embedding(&mut self, name: &str, embedding: &mut Embedding) -> Result<()> {
+        Ok(())
+    }
     /// A loss head.
     ///
     /// # Errors
@@ -182,6 +190,17 @@ impl VisitorMut<'_> {
     /// Errors of the mapper.
     pub fn buffer(&mut self, name: &str, tensor: &mut Tensor) -> Result<()> {
         self.tensor(name, tensor, Role::Buffer)
+    }
+
+    /// Visits an embedding.
+    ///
+    /// # Errors
+    /// Errors of the mapper.
+    pub fn embedding(&mut self, name: &str, embedding: &mut Embedding) -> Result<()> {
+        let length = enter(&mut self.path, name);
+        let result = self.mapper.embedding(&self.path, embedding).and_then(|()| embedding.visit_mut(self));
+        self.path.truncate(length);
+        result
     }
 
     /// Visits a part that cannot be replaced.

@@ -27,5 +27,6 @@ mod sharded;
 #[cfg(feature = "gguf")]
 mod stored_blocks;
 mod tensors_file;
+mod token_rows;
 mod windowed_attention;
 mod writers;
