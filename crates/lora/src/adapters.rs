@@ -5,6 +5,7 @@ mod modules_to_save;
 pub(crate) mod plan;
 mod slots;
 pub(crate) mod survey;
+pub(crate) mod token_rows;
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -16,6 +17,7 @@ use tch::Tensor;
 
 use crate::adapter::Adapter;
 use crate::config::LoraConfig;
+use crate::embedding::{EmbeddingAdapter, LoraEmbedding};
 use crate::error::{Error, Result, listed};
 use crate::linear::{DEFAULT, LoraLinear};
 use crate::switch::{Setting, Switch};
@@ -24,6 +26,7 @@ use modules_to_save::Whole;
 use plan::{AdapterPlan, PlannedWhole};
 use slots::put_in;
 use survey::{Survey, refuse_foreign};
+use token_rows::TokenParts;
 
 /// A handle on a model's adapters.
 ///
@@ -55,7 +58,10 @@ use survey::{Survey, refuse_foreign};
 pub struct Adapters {
     switch: Arc<Switch>,
     sites: Vec<Site>,
+    embeddings: Vec<EmbeddingSite>,
     wholes: Arc<Mutex<Vec<Whole>>>,
+    /// Embedding and head whose rows of some tokens are trained; the rows are among `wholes`.
+    token_parts: Vec<TokenParts>,
     configs: Vec<(String, LoraConfig)>,
     /// Base weights that an adapter's file contains, by adapter and projection; they are saved with it again.
     copies: Vec<(String, String)>,
@@ -76,6 +82,17 @@ struct Site {
     layer: LoraLinear,
 }
 
+/// An adapted embedding.
+#[derive(Debug)]
+struct EmbeddingSite {
+    path: String,
+    name: String,
+    /// The original weight.
+    weight: Tensor,
+    /// Shares all tensors with the change in the model.
+    layer: LoraEmbedding,
+}
+
 impl LoraConfig {
     /// Freezes `model` and installs an adapter called `default`, initialised from [`LoraConfig::seed`].
     ///
@@ -93,7 +110,9 @@ impl LoraConfig {
         let mut adapters = Adapters {
             switch: Arc::default(),
             sites: Vec::new(),
+            embeddings: Vec::new(),
             wholes: Arc::default(),
+            token_parts: Vec::new(),
             configs: Vec::new(),
             copies: Vec::new(),
         };
@@ -131,9 +150,11 @@ impl Adapters {
         }
         self.not_merged("add an adapter")?;
         let survey = Survey::of(model)?;
-        let known: Vec<&str> = self.sites.iter().map(|site| &*site.path).collect();
+        let known = self.sites.iter().map(|site| &*site.path);
+        let known: Vec<&str> = known.chain(self.embeddings.iter().map(|site| &*site.path)).collect();
         refuse_foreign(&survey, &known)?;
         let plan = AdapterPlan::new(&survey, config)?;
+        token_rows::refuse_other_tokens(&self.token_parts, &plan.token_parts)?;
         for whole in self.wholes.lock().iter() {
             let overlaps = |planned: &PlannedWhole| {
                 planned.paths != whole.paths && planned.paths.iter().any(|path| whole.paths.contains(path))
@@ -164,6 +185,24 @@ impl Adapters {
             };
             placed.push(Adapter::new(name, &base, &site.options, &mut generator)?);
         }
+        for planned in plan.embeddings {
+            let at = match self.embeddings.iter().position(|known| known.path == planned.path) {
+                Some(at) => at,
+                None => {
+                    let layer = LoraEmbedding::over(&planned.weight, self.switch.clone())?;
+                    let (path, name, weight) = (planned.path, planned.name, planned.weight);
+                    self.embeddings.push(EmbeddingSite { path, name, weight, layer });
+                    self.embeddings.len() - 1
+                }
+            };
+            let layer = &mut self.embeddings[at].layer;
+            layer.push(EmbeddingAdapter::new(name, &layer.base_weight(), &planned.options, &mut generator)?);
+        }
+        for parts in plan.token_parts {
+            if !self.token_parts.contains(&parts) {
+                self.token_parts.push(parts);
+            }
+        }
         for planned in plan.wholes {
             let mut wholes = self.wholes.lock();
             // One that an earlier adapter trains already has its own handle.
@@ -190,7 +229,7 @@ impl Adapters {
             self.sites[at].layer.push(adapter)?;
         }
         self.configs.push((name.to_owned(), config.clone()));
-        put_in(model, &self.sites, &self.wholes.lock())?;
+        put_in(model, &self.sites, &self.wholes.lock(), &self.token_parts, &self.embeddings)?;
         self.applied()
     }
 
@@ -213,7 +252,8 @@ impl Adapters {
 
     /// Returns Hugging Face's names of the adapted projections.
     pub fn targets(&self) -> Vec<String> {
-        self.sites.iter().map(|site| site.name.clone()).collect()
+        let embeddings = self.embeddings.iter().map(|site| site.name.clone());
+        self.sites.iter().map(|site| site.name.clone()).chain(embeddings).collect()
     }
 
     /// Returns the names of the active adapters.
@@ -253,6 +293,12 @@ impl Adapters {
                 let _ = tensor.f_set_requires_grad(trained)?;
             }
         }
+        for adapter in self.embeddings.iter().flat_map(|site| site.layer.adapters()) {
+            let trained = setting.active.contains(&adapter.name);
+            for (_, tensor) in adapter.tensors() {
+                let _ = tensor.f_set_requires_grad(trained)?;
+            }
+        }
         self.wholes.lock().iter_mut().try_for_each(|whole| whole.show(&setting))
     }
 
@@ -278,10 +324,13 @@ impl Adapters {
         for site in &mut self.sites {
             site.layer.remove(name);
         }
+        for site in &mut self.embeddings {
+            site.layer.remove(name);
+        }
         self.wholes.lock().iter_mut().for_each(|whole| whole.remove(name));
         self.configs.retain(|(known, _)| known != name);
         self.copies.retain(|(known, _)| known != name);
-        put_in(model, &self.sites, &self.wholes.lock())
+        put_in(model, &self.sites, &self.wholes.lock(), &self.token_parts, &self.embeddings)
     }
 
     /// Returns the number of an adapter's parameters, including modules that it saves whole.
@@ -316,6 +365,13 @@ impl Adapters {
                 }
             }
         }
+        for site in &self.embeddings {
+            for adapter in site.layer.adapters().iter().filter(|adapter| adapter.name == name) {
+                for (part, tensor) in adapter.tensors() {
+                    list.push((format!("{}.{part}", site.name), tensor.shallow_clone()));
+                }
+            }
+        }
         for whole in self.wholes.lock().iter() {
             if let Some(values) = whole.handle(name)? {
                 list.extend(whole.keys.iter().map(|key| (key.clone(), values.shallow_clone())));
@@ -332,11 +388,14 @@ impl Adapters {
     /// Returns the recorded base weights of an adapter, by their names in its file.
     pub(crate) fn copies(&self, name: &str) -> Vec<(String, Tensor)> {
         let of_adapter = self.copies.iter().filter(|(adapter, _)| adapter == name);
-        let site = |projection: &String| self.sites.iter().find(|site| site.name == *projection);
+        let site = |name: &String| self.sites.iter().find(|site| site.name == *name);
+        let embedding = |name: &String| self.embeddings.iter().find(|site| site.name == *name);
+        let weight = |name: &String| match site(name) {
+            Some(site) => Some(site.layer.base_weight()),
+            None => embedding(name).map(|site| site.layer.base_weight()),
+        };
         of_adapter
-            .filter_map(|(_, projection)| {
-                Some((format!("{projection}{BASE_WEIGHT}"), site(projection)?.layer.base_weight()))
-            })
+            .filter_map(|(_, projection)| Some((format!("{projection}{BASE_WEIGHT}"), weight(projection)?)))
             .collect()
     }
 }

@@ -11,7 +11,7 @@ use models::DecoderConfig;
 use crate::config::{LoraConfig, Names};
 use crate::error::Result;
 use crate::matches::nearest;
-use crate::targets::{compile, is_all_linear, projections};
+use crate::targets::{EMBEDDING, compile, is_all_linear, projections};
 
 /// An alternative of `target_modules` that matches none of a model's projections.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -34,7 +34,8 @@ impl LoraConfig {
             return Ok(Vec::new());
         }
         compile(pattern, &format!("^(?:{pattern})$"))?;
-        let names: Vec<String> = projections(model).into_iter().map(|(name, _)| name).collect();
+        let names: Vec<String> =
+            projections(model).into_iter().map(|(name, _)| name).chain([EMBEDDING.to_owned()]).collect();
         let mut unmatched: Vec<Range<usize>> = Vec::new();
         let groups = groups(pattern);
         for group in groups.iter().filter(|group| group.alternatives.len() > 1) {

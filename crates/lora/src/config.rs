@@ -1,5 +1,7 @@
 //! An adapter's configuration in PEFT's format: `adapter_config.json`.
 
+use std::collections::BTreeMap;
+
 use models::DecoderConfig;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
@@ -33,6 +35,35 @@ pub enum Layers {
     One(i64),
     /// Several layers.
     Several(Vec<i64>),
+}
+
+/// Tokens whose rows are trained alone.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum TokenIndices {
+    /// Tokens of the embedding, and of a head that is tied to it.
+    Embedding(Vec<i64>),
+    /// Tokens by the ends of the names of the embedding and of the head: `embed_tokens`, `lm_head`. A head that is tied to the embedding
+    /// follows it unless it has tokens of its own.
+    ByModule(BTreeMap<String, Vec<i64>>),
+}
+
+impl TokenIndices {
+    /// Returns the tokens of the embedding, or of the first module.
+    pub fn first(&self) -> &[i64] {
+        match self {
+            Self::Embedding(tokens) => tokens,
+            Self::ByModule(modules) => modules.values().next().map_or(&[], Vec::as_slice),
+        }
+    }
+
+    /// Returns the largest token.
+    pub fn largest(&self) -> Option<i64> {
+        match self {
+            Self::Embedding(tokens) => tokens.iter().copied().max(),
+            Self::ByModule(modules) => modules.values().flatten().copied().max(),
+        }
+    }
 }
 
 /// Which biases of the base are trained.
@@ -99,6 +130,9 @@ pub struct LoraConfig {
     pub bias: BiasTraining,
     /// Modules that are trained and saved as a whole, by the ends of their names.
     pub modules_to_save: Option<Vec<String>>,
+    /// Tokens whose rows of the embedding and of the head are trained, and replace the base's: for new tokens.
+    /// [`models::token_rows`] has the mathematics.
+    pub trainable_token_indices: Option<TokenIndices>,
     /// Whether to train a tied head and embedding as one if either is in `modules_to_save`. (PEFT's default is false: the head
     /// is trained separately from the embedding, and lost if the merged model is saved as tied.)
     pub ensure_weight_tying: bool,
@@ -131,6 +165,7 @@ impl Default for LoraConfig {
             alpha_pattern: Map::new(),
             bias: BiasTraining::None,
             modules_to_save: None,
+            trainable_token_indices: None,
             ensure_weight_tying: false,
             fan_in_fan_out: false,
             base_model_name_or_path: None,

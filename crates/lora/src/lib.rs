@@ -8,6 +8,7 @@
 //! | [`LoraLinear`], [`LoraLinearConfig`] | one projection with an adapter, in any model |
 //! | [`Adapters`], [`LoraConfig`] | adapters of a whole model: install by name, switch, merge, save |
 //! | [`Init`] | initialisation: Kaiming, Gaussian, PiSSA, OLoRA, orthogonal |
+//! | [`TokenIndices`] | rows of new tokens, which are trained alone and replace those of the embedding and the head |
 //! | [`peft`] | `adapter_config.json` and `adapter_model.safetensors`, reading and writing |
 //!
 //! Differences from PEFT:
@@ -56,6 +57,7 @@ mod adapters;
 mod alternatives;
 mod config;
 mod dora;
+mod embedding;
 mod error;
 mod linear;
 mod matches;
@@ -66,7 +68,7 @@ mod targets;
 pub use adapted::{Adapted, field_prefix};
 pub use adapters::{Adapters, Disabled, Unloaded};
 pub use alternatives::UnmatchedAlternative;
-pub use config::{BiasTraining, Layers, LoraConfig, Names};
+pub use config::{BiasTraining, Layers, LoraConfig, Names, TokenIndices};
 pub use error::{Error, Result};
 pub use init::Init;
 pub use linear::{DEFAULT, LoraLinear};

@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use crate::config::{Layers, LoraConfig, Names};
 use crate::error::{Result, no_match, no_target, option};
-use crate::targets::{Targets, compile, in_list, is_all_linear, projections};
+use crate::targets::{EMBEDDING, Targets, compile, in_list, is_all_linear, projections};
 
 const PROJECTIONS: &str = "the model's projections";
 const ADAPTED: &str = "the adapted projections";
@@ -23,9 +23,12 @@ impl LoraConfig {
     pub fn check_matches(&self, model: &DecoderConfig) -> Result<()> {
         self.check()?;
         self.check_layers_pattern()?;
-        let all = projections(model);
-        let names: Vec<String> = all.iter().map(|(name, _)| name.clone()).collect();
+        let mut all = projections(model);
         let targets = Targets::new(self)?;
+        if targets.wants_embedding() {
+            all.push((EMBEDDING.to_owned(), [model.vocab_size, model.hidden_size]));
+        }
+        let names: Vec<String> = all.iter().map(|(name, _)| name.clone()).collect();
         let adapted: Vec<String> =
             names.iter().filter(|name| targets.wants(name, *name == "lm_head")).cloned().collect();
         if adapted.is_empty() {

@@ -27,7 +27,7 @@ pub const CONFIG_FILE: &str = "adapter_config.json";
 pub const TENSORS_FILE: &str = "adapter_model.safetensors";
 
 /// Fields that change the computation if set.
-const UNSUPPORTED: [&str; 14] = [
+const UNSUPPORTED: [&str; 13] = [
     "alora_invocation_tokens",
     "arrow_config",
     "kasa_config",
@@ -36,7 +36,6 @@ const UNSUPPORTED: [&str; 14] = [
     "megatron_config",
     "monteclora_config",
     "target_parameters",
-    "trainable_token_indices",
     "use_bdlora",
     "use_qalora",
     "velora_config",
@@ -67,7 +66,6 @@ fn others() -> Value {
         "revision": null,
         "target_parameters": null,
         "task_type": "CAUSAL_LM",
-        "trainable_token_indices": null,
         "use_bdlora": null,
         "use_qalora": false,
         "velora_config": null

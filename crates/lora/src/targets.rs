@@ -7,10 +7,13 @@
 use models::{DecoderConfig, hugging_face};
 use serde_json::{Map, Value};
 
+use crate::adapters::token_rows::{TokenGroup, token_groups};
 use crate::config::{Layers, LoraConfig, Names};
 use crate::error::{Error, Result, no_target, option, unsupported};
 use crate::options::LoraLinearConfig;
 
+/// Hugging Face's name of a decoder's embedding.
+pub(crate) const EMBEDDING: &str = "model.embed_tokens";
 /// The value for every projection except the head.
 const ALL_LINEAR: &str = "all-linear";
 /// PEFT's default targets: of Phi-3 the last, of the other families the others.
@@ -89,6 +92,11 @@ impl<'a> Targets<'a> {
     /// Whether it means every projection, so that it never names anything else.
     pub(crate) fn means_projections_only(&self) -> bool {
         matches!(&self.modules, Names::Pattern(pattern) if is_all_linear(pattern))
+    }
+
+    /// Whether to adapt the embedding of a decoder.
+    pub(crate) fn wants_embedding(&self) -> bool {
+        !self.means_projections_only() && self.wants(EMBEDDING, false)
     }
 
     /// Describes the targets for an error.
@@ -214,11 +222,46 @@ impl LoraConfig {
                 count += options.r * (inner + out) + if options.dora { *out } else { 0 };
             }
         }
+        if targets.wants_embedding() {
+            matched = true;
+            count += self.options(EMBEDDING)?.r * (model.vocab_size + model.hidden_size);
+        }
         if matched {
+            count += self.token_rows(model)? * model.hidden_size;
             return Ok(count.cast_unsigned());
         }
         let names: Vec<String> = projections.into_iter().map(|(name, _)| name).collect();
         Err(no_target(&targets.described(), &names))
+    }
+
+    /// Returns the number of trained rows of tokens in a model: those of a tied head are the embedding's.
+    ///
+    /// # Errors
+    /// A name that is neither the embedding's nor the head's.
+    pub fn token_rows(&self, model: &DecoderConfig) -> Result<i64> {
+        self.rows(model, &|_| true)
+    }
+
+    /// Returns the number of rows that the embedding has in place of its own.
+    ///
+    /// # Errors
+    /// As [`LoraConfig::token_rows`].
+    pub fn rows_in_embedding(&self, model: &DecoderConfig) -> Result<i64> {
+        self.rows(model, &|group| group.in_embedding)
+    }
+
+    /// Returns the number of rows that the head has in place of its own.
+    ///
+    /// # Errors
+    /// As [`LoraConfig::token_rows`].
+    pub fn rows_in_head(&self, model: &DecoderConfig) -> Result<i64> {
+        self.rows(model, &|group| group.in_head)
+    }
+
+    fn rows(&self, model: &DecoderConfig, is_wanted: &dyn Fn(&TokenGroup<'_>) -> bool) -> Result<i64> {
+        let groups = token_groups(self, EMBEDDING, "lm_head", model.tie_word_embeddings)?;
+        let wanted = groups.iter().filter(|group| is_wanted(group));
+        Ok(wanted.map(|group| group.tokens.len() as i64).sum())
     }
 
     /// Returns whether the projection of this whole name (`model.layers.0.mlp.up_proj`, `lm_head`) is adapted, or saved whole.

@@ -8,6 +8,7 @@ use tch::Tensor;
 use super::Adapters;
 use super::slots::put_back;
 use super::survey::Survey;
+use super::token_rows::{self, TokenParts};
 use crate::error::{Error, Result};
 
 /// The result of [`Adapters::merge_and_unload`].
@@ -25,10 +26,17 @@ impl Adapters {
     /// # Errors
     /// Values that are not finite, with nothing changed.
     pub fn merge(&self) -> Result<()> {
+        for site in &self.embeddings {
+            if let Err(error) = site.layer.merge(&site.name) {
+                self.embeddings.iter().try_for_each(|site| site.layer.unmerge())?;
+                return Err(error);
+            }
+        }
         for (done, site) in self.sites.iter().enumerate() {
             let merged = site.layer.merged_weight().and_then(|merged| site.layer.put(merged, &site.name));
             if let Err(error) = merged {
                 self.sites[..done].iter().try_for_each(|site| site.layer.unmerge())?;
+                self.embeddings.iter().try_for_each(|site| site.layer.unmerge())?;
                 return Err(error);
             }
         }
@@ -40,12 +48,15 @@ impl Adapters {
     /// # Errors
     /// Never fails; `Result` for uniformity.
     pub fn unmerge(&self) -> Result<()> {
+        self.embeddings.iter().try_for_each(|site| site.layer.unmerge())?;
         self.sites.iter().try_for_each(|site| site.layer.unmerge())
     }
 
     /// Returns the names of the merged adapters.
     pub fn merged(&self) -> Vec<String> {
-        self.sites.iter().map(|site| site.layer.merged()).find(|names| !names.is_empty()).unwrap_or_default()
+        let sites = self.sites.iter().map(|site| site.layer.merged());
+        let embeddings = self.embeddings.iter().map(|site| site.layer.merged());
+        sites.chain(embeddings).find(|names| !names.is_empty()).unwrap_or_default()
     }
 
     /// Removes the adapters and leaves the active ones merged into the weights. The model stays frozen.
@@ -58,6 +69,7 @@ impl Adapters {
     /// As [`Adapters::merge`].
     pub fn merge_and_unload(self, model: &mut dyn Module) -> Result<Unloaded> {
         self.merge()?;
+        let tables = token_rows::merged(&self.token_parts, &self.wholes.lock())?;
         let originals = self.originals();
         let linears: Vec<(String, Linear)> = self
             .sites
@@ -67,7 +79,7 @@ impl Adapters {
         for whole in self.wholes.lock().iter() {
             let _ = whole.live.f_set_requires_grad(false)?;
         }
-        put_back(model, linears, Vec::new())?;
+        put_back(model, linears, tables)?;
         Ok(Unloaded { untied: untied(&originals, &Survey::of(model)?)? })
     }
 
@@ -88,7 +100,9 @@ impl Adapters {
         let originals = wholes
             .iter()
             .flat_map(|whole| whole.paths.iter().map(|path| (path.clone(), clone(&whole.original))));
-        put_back(model, linears.collect(), originals.collect())
+        let tables =
+            self.embeddings.iter().map(|site| (format!("{}.weight", site.path), clone(&site.weight)));
+        put_back(model, linears.collect(), originals.chain(tables).collect())
     }
 
     /// Returns the tensor that each changed name had in the base.
@@ -99,7 +113,10 @@ impl Adapters {
         let wholes = wholes
             .iter()
             .flat_map(|whole| whole.names.iter().map(|name| (name.clone(), clone(&whole.original))));
-        sites.chain(wholes).collect()
+        let embeddings =
+            self.embeddings.iter().map(|site| (format!("{}.weight", site.name), clone(&site.weight)));
+        let tables = self.token_parts.iter().flat_map(TokenParts::originals).chain(embeddings);
+        sites.chain(wholes).chain(tables).collect()
     }
 
     pub(super) fn not_merged(&self, to: &str) -> Result<()> {

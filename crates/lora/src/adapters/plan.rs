@@ -6,7 +6,9 @@ use kernels::quantized::matrix_shape;
 use tch::Tensor;
 
 use super::survey::{Found, Survey};
+use super::token_rows::{self, TokenParts};
 use crate::config::{BiasTraining, LoraConfig};
+use crate::embedding;
 use crate::error::{Error, Result, listed, no_target, suggestion, unsupported};
 use crate::options::LoraLinearConfig;
 use crate::targets::Targets;
@@ -38,7 +40,11 @@ pub(crate) struct PlannedWhole {
 #[derive(Debug, Default)]
 pub(crate) struct AdapterPlan {
     pub(crate) sites: Vec<PlannedSite>,
+    /// Adapted embeddings; their biases are absent.
+    pub(crate) embeddings: Vec<PlannedSite>,
     pub(crate) wholes: Vec<PlannedWhole>,
+    /// Rows of tokens, whose tensors are among `wholes`.
+    pub(crate) token_parts: Vec<TokenParts>,
 }
 
 impl AdapterPlan {
@@ -55,6 +61,20 @@ impl AdapterPlan {
                     weight: clone(weight),
                     bias: bias.as_ref().map(clone),
                     options: config.options(name)?,
+                });
+            }
+        }
+        let mut embeddings = Vec::new();
+        for found in &survey.embeddings {
+            if !targets.means_projections_only() && targets.wants(&found.name, false) {
+                let options = config.options(&found.name)?;
+                embedding::refuse(&options)?;
+                embeddings.push(PlannedSite {
+                    path: found.path.clone(),
+                    name: found.name.clone(),
+                    weight: found.weight.shallow_clone(),
+                    bias: None,
+                    options,
                 });
             }
         }
@@ -81,7 +101,8 @@ impl AdapterPlan {
                 let projection = expert.rsplit('.').next().unwrap_or_default();
                 known.contains(&format!("{layer}.mlp.shared_expert.{projection}"))
             };
-            let is_other = |name: &String| !known.contains(name) && !is_shared(name);
+            let is_embedding = |name: &String| survey.embeddings.iter().any(|found| found.name == *name);
+            let is_other = |name: &String| !known.contains(name) && !is_shared(name) && !is_embedding(name);
             if let Some(name) = modules.iter().find(|name| is_other(name) && targets.wants(name, false)) {
                 return Err(Error::Invalid(format!(
                     "the target `{name}` is not a linear projection of this model, so it cannot be adapted; the projections are {}. \
@@ -90,12 +111,18 @@ impl AdapterPlan {
                 )));
             }
         }
-        if sites.is_empty() {
+        if sites.is_empty() && embeddings.is_empty() {
             return Err(no_target(&targets.described(), &names));
         }
-        refuse_adapted_tying(survey, config, &sites)?;
-        let wholes = wholes(survey, config, &sites)?;
-        Ok(Self { sites, wholes })
+        refuse_adapted_tying(survey, config, sites.iter().chain(&embeddings))?;
+        let mut wholes = wholes(survey, config, &sites)?;
+        let mut token_parts = Vec::new();
+        for planned in token_rows::planned(survey, config)? {
+            token_rows::refuse_other_changes(survey, &planned, sites.iter().chain(&embeddings), &wholes)?;
+            wholes.push(planned.whole);
+            token_parts.push(planned.parts);
+        }
+        Ok(Self { sites, embeddings, wholes, token_parts })
     }
 
     /// Returns every tensor of the adapter in a file, without PEFT's prefix, with its shape. A tied tensor has several names,
@@ -110,21 +137,35 @@ impl AdapterPlan {
                 expected.push((vec![format!("{name}.lora_magnitude_vector")], vec![out]));
             }
         }
-        expected.extend(self.wholes.iter().map(|whole| (whole.keys.clone(), whole.tensor.size())));
+        for PlannedSite { name, weight, options, .. } in &self.embeddings {
+            let [tokens, width] = matrix_shape(weight).unwrap_or_default();
+            expected.push((vec![format!("{name}.lora_embedding_A")], vec![options.r, tokens]));
+            expected.push((vec![format!("{name}.lora_embedding_B")], vec![width, options.r]));
+        }
+        // PEFT writes the rows of a tied head's tokens too if the vocabulary grew.
+        let names = |whole: &PlannedWhole| match token_rows::is_rows(whole) {
+            true => whole.names.clone(),
+            false => whole.keys.clone(),
+        };
+        expected.extend(self.wholes.iter().map(|whole| (names(whole), whole.tensor.size())));
         expected
     }
 }
 
 /// Refuses to tie an adapted projection: PEFT then also adapts the embedding, with the same A and B.
-fn refuse_adapted_tying(survey: &Survey, config: &LoraConfig, sites: &[PlannedSite]) -> Result<()> {
-    let is_tied = |site: &&PlannedSite| {
+fn refuse_adapted_tying<'a>(
+    survey: &Survey,
+    config: &LoraConfig,
+    mut sites: impl Iterator<Item = &'a PlannedSite>,
+) -> Result<()> {
+    let is_tied = |site: &PlannedSite| {
         let weight = format!("{}.weight", site.name);
         let own = survey.tensors.iter().find(|base| base.name == weight);
         own.is_some_and(|own| {
             survey.tensors.iter().any(|base| base.identity == own.identity && base.name != own.name)
         })
     };
-    match sites.iter().find(is_tied).filter(|_| config.ensure_weight_tying) {
+    match sites.find(|site| config.ensure_weight_tying && is_tied(site)) {
         Some(site) => Err(tied_adapter(&site.name)),
         None => Ok(()),
     }
@@ -134,7 +175,7 @@ fn refuse_adapted_tying(survey: &Survey, config: &LoraConfig, sites: &[PlannedSi
 pub(crate) fn tied_adapter(name: &str) -> Error {
     unsupported(
         "ensure_weight_tying",
-        format!("true with an adapter on `{name}`, which is tied to the embedding"),
+        format!("true with an adapter on `{name}`, where the head and the embedding are tied"),
         "leave `ensure_weight_tying` out (a merged head gets its own weights), or put `lm_head` into `modules_to_save` instead",
     )
 }

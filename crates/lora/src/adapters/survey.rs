@@ -2,10 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use models::hugging_face;
 use models::module::{
     LossHead, Mlp, MlpFunction, Module, ModuleMapper, Projection, Role, map_modules, tensors,
 };
+use models::token_rows::TOKEN_ROWS;
+use models::{Embedding, hugging_face};
 use runtime::precision::identity;
 use tch::Tensor;
 
@@ -26,6 +27,18 @@ pub(crate) struct Found {
     pub(crate) plain: bool,
 }
 
+/// An embedding that can be adapted.
+#[derive(Debug)]
+pub(crate) struct FoundEmbedding {
+    /// The model's name.
+    pub(crate) path: String,
+    /// Hugging Face's name.
+    pub(crate) name: String,
+    pub(crate) weight: Tensor,
+    /// Whether no technique changes what it looks up.
+    pub(crate) plain: bool,
+}
+
 /// A tensor of the base.
 #[derive(Debug)]
 pub(crate) struct Base {
@@ -40,7 +53,9 @@ pub(crate) struct Base {
 pub(crate) struct Survey {
     pub(crate) projections: Vec<Found>,
     pub(crate) tensors: Vec<Base>,
-    heads: Vec<String>,
+    /// Embeddings.
+    pub(crate) embeddings: Vec<FoundEmbedding>,
+    pub(crate) heads: Vec<String>,
     /// MLPs that compute their products themselves.
     recomputed: Vec<String>,
 }
@@ -54,6 +69,10 @@ impl Survey {
         if has("embed_tokens.") && has("layers.") {
             survey
                 .projections
+                .iter_mut()
+                .for_each(|found| found.name = hugging_face::tensor_name(&found.path));
+            survey
+                .embeddings
                 .iter_mut()
                 .for_each(|found| found.name = hugging_face::tensor_name(&found.path));
             survey.tensors.iter_mut().for_each(|base| base.name = hugging_face::tensor_name(&base.path));
@@ -70,7 +89,9 @@ impl Survey {
             let rest = adapted.iter().find_map(|found| path.strip_prefix(found.path.as_str()));
             rest.is_some_and(|rest| rest.starts_with(".lora_"))
         };
-        tensors.retain(|base| !learned(&base.path));
+        // Trained rows of tokens belong to the adapters that have them.
+        let of_embedding = |path: &str| path.ends_with(TOKEN_ROWS) || path.contains(".lora_embedding_");
+        tensors.retain(|base| !learned(&base.path) && !of_embedding(&base.path));
         Ok(survey)
     }
 
@@ -131,6 +152,13 @@ impl ModuleMapper for Survey {
         Ok(())
     }
 
+    fn embedding(&mut self, path: &str, embedding: &mut Embedding) -> models::Result<()> {
+        let (path, name) = (path.to_owned(), path.to_owned());
+        let (weight, plain) = (embedding.weight.shallow_clone(), embedding.change.is_none());
+        self.embeddings.push(FoundEmbedding { path, name, weight, plain });
+        Ok(())
+    }
+
     fn loss_head(&mut self, path: &str, _: &mut Box<dyn LossHead>) -> models::Result<()> {
         self.heads.push(path.to_owned());
         Ok(())
@@ -139,14 +167,17 @@ impl ModuleMapper for Survey {
 
 /// Refuses a model with adapters of another handle.
 pub(crate) fn refuse_foreign(survey: &Survey, known: &[&str]) -> Result<()> {
+    let projections =
+        survey.projections.iter().map(|found| ("projection", &found.path, &found.name, found.plain));
+    let embeddings =
+        survey.embeddings.iter().map(|found| ("embedding", &found.path, &found.name, found.plain));
     let foreign =
-        survey.projections.iter().find(|found| !found.plain && !known.contains(&found.path.as_str()));
+        projections.chain(embeddings).find(|(_, path, _, plain)| !plain && !known.contains(&path.as_str()));
     match foreign {
         None => Ok(()),
-        Some(found) => Err(Error::Invalid(format!(
-            "`{}` is no plain projection: it has tensors beside its weight and bias, perhaps of adapters that were installed \
-             before; add to those with `Adapters::add`, or unload them first",
-            found.name
+        Some((kind, _, name, _)) => Err(Error::Invalid(format!(
+            "`{name}` is no plain {kind}: it has tensors beside its weight and bias, perhaps of adapters that were installed \
+             before; add to those with `Adapters::add`, or unload them first"
         ))),
     }
 }

@@ -10,7 +10,7 @@ use tch::{Device, Tensor};
 
 use super::{CONFIG_FILE, TENSORS_FILE, tensors};
 use crate::adapters::plan::AdapterPlan;
-use crate::adapters::{Adapters, BASE_WEIGHT, survey::Survey};
+use crate::adapters::{Adapters, BASE_WEIGHT, survey::Survey, token_rows};
 use crate::config::LoraConfig;
 use crate::error::{Error, Result, foreign_adapter};
 use crate::linear::DEFAULT;
@@ -170,8 +170,17 @@ fn fitting(folder: &Path, plan: &AdapterPlan) -> Result<Read> {
         if expected.iter().any(|(names, _)| names.contains(name)) {
             continue;
         }
+        match token_rows::is_table(name, tensor, &plan.token_parts)? {
+            Some(true) => continue,
+            Some(false) => {
+                mismatched.push(format!("{name} (its values are not the base's)"));
+                continue;
+            }
+            None => {}
+        }
         let projection = name.strip_suffix(BASE_WEIGHT);
-        match projection.and_then(|projection| plan.sites.iter().find(|site| site.name == projection)) {
+        let sites = || plan.sites.iter().chain(&plan.embeddings);
+        match projection.and_then(|projection| sites().find(|site| site.name == projection)) {
             None => unexpected.push(name.clone()),
             Some(site) if same_values(&site.weight, tensor)? => copies.push(site.name.clone()),
             Some(_) => mismatched.push(format!("{name} (its values are not the base's)")),

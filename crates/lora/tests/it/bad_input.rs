@@ -87,9 +87,9 @@ fn targets_without_a_projection_are_refused() {
         expect!["the pattern `(`: opening parenthesis without closing parenthesis"],
     );
     check(
-        &targets(["q_proj", "embed_tokens"].into()),
+        &targets(["q_proj", "norm"].into()),
         expect![
-            "the target `model.embed_tokens` is not a linear projection of this model, so it cannot be adapted; the projections are `model.layers.0.self_attn.q_proj`, `model.layers.0.self_attn.k_proj`, `model.layers.0.self_attn.v_proj`, `model.layers.0.self_attn.o_proj`, `model.layers.0.mlp.gate_proj`, `model.layers.0.mlp.up_proj`, `model.layers.0.mlp.down_proj`, `lm_head`. Train it whole by `modules_to_save`, or leave it out by `exclude_modules`"
+            "the target `model.norm` is not a linear projection of this model, so it cannot be adapted; the projections are `model.layers.0.self_attn.q_proj`, `model.layers.0.self_attn.k_proj`, `model.layers.0.self_attn.v_proj`, `model.layers.0.self_attn.o_proj`, `model.layers.0.mlp.gate_proj`, `model.layers.0.mlp.up_proj`, `model.layers.0.mlp.down_proj`, `lm_head`. Train it whole by `modules_to_save`, or leave it out by `exclude_modules`"
         ],
     );
     check(
@@ -189,7 +189,6 @@ fn settings_that_would_change_the_result_are_refused_by_name() {
     for (field, value) in [
         ("peft_type", json!("LOHA")),
         ("layer_replication", json!([[0, 1], [0, 1]])),
-        ("trainable_token_indices", json!([1])),
         ("target_parameters", json!(["experts"])),
         ("alora_invocation_tokens", json!([1, 2])),
         ("megatron_config", json!({ "a": 1 })),

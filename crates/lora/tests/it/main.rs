@@ -1,6 +1,7 @@
 //! The tests of `lora` that need only its public interface: one binary, a module per behaviour.
 
 mod bad_input;
+mod embedding_adapter;
 mod equivalence;
 mod example;
 mod fixtures_adapter;
@@ -14,4 +15,5 @@ mod operators_on_gpu;
 mod peft_low_precision;
 mod recompute;
 mod targets;
+mod token_rows;
 mod writers;

@@ -232,8 +232,8 @@ fn entries_that_match_nothing_are_named_with_the_nearest() {
         "`target_modules`: `dwon_proj` matches none of the model's projections; did you mean `down_proj`?",
     );
     check(
-        LoraConfig { target_modules: names(&["q_proj", "embed_tokens"]), ..attention() },
-        "`target_modules`: `embed_tokens` matches none of the model's projections; they are",
+        LoraConfig { target_modules: names(&["q_proj", "norm"]), ..attention() },
+        "`target_modules`: `norm` matches none of the model's projections;",
     );
     check(
         LoraConfig { exclude_modules: Some(Names::Pattern(".*zzz".to_owned())), ..attention() },
