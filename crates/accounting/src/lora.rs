@@ -82,6 +82,29 @@ pub struct LowRank {
     /// Whether it runs on a CPU: there u and the sums of a base in 16 bits are in fp32, and a fused loss rounds the gradient of a tile of
     /// logits in place, if at all. On a GPU they are in the base's dtype, and A and B are kept rounded to it. No effect on a base in fp32.
     pub on_cpu: bool,
+    /// Rows of tokens that are trained beside the adapters.
+    pub token_rows: TokenRows,
+}
+
+/// Rows of the embedding and of the head that are trained alone and replace the table's, for new tokens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct TokenRows {
+    /// Trained rows: those of a tied head are the embedding's.
+    pub trained: u64,
+    /// Rows that the embedding has in place of its own.
+    pub in_embedding: u64,
+    /// Rows that the head has in place of its own.
+    pub in_head: u64,
+}
+
+impl TokenRows {
+    /// Returns the number of trained parameters.
+    ///
+    /// # Errors
+    /// A number beyond 64 bits.
+    pub fn parameters(&self, model: &Decoder) -> Result<u64, Error> {
+        exact::product("parameters of token rows", &[self.trained, model.hidden])
+    }
 }
 
 impl Default for LowRank {
@@ -94,12 +117,13 @@ impl Default for LowRank {
             magnitudes: false,
             subtracted: false,
             on_cpu: false,
+            token_rows: TokenRows::default(),
         }
     }
 }
 
 impl LowRank {
-    /// Returns the number of trained parameters in all blocks of `model`.
+    /// Returns the number of trained parameters in all blocks of `model`, without rows of tokens.
     ///
     /// # Errors
     /// A rank of 0, no target, or a model whose family has no such projections.
@@ -147,8 +171,8 @@ impl LowRank {
         Self::WIDE.bytes(exact::product("frozen numbers of the adapters", &[numbers, model.layers])?)
     }
 
-    /// Whether the projection's input in the first block has a gradient; nothing before that block is trained. In the other
-    /// blocks it always has one.
+    /// Whether the projection's input in the first block has a gradient; before that block rows of tokens alone may be trained. In the
+    /// other blocks it always has one.
     pub(crate) fn reaches(&self, which: Projection) -> bool {
         use Projection::{Down, Gate, Key, Output, Query, Up, Value};
         let before: &[Projection] = match which {
@@ -157,7 +181,7 @@ impl LowRank {
             Gate | Up => &[Query, Key, Value, Output],
             Down => &[Query, Key, Value, Output, Gate, Up],
         };
-        before.iter().any(|one| self.targets.has(*one))
+        self.token_rows.in_embedding > 0 || before.iter().any(|one| self.targets.has(*one))
     }
 
     /// Refuses a rank of 0, no target, and a family without these projections.

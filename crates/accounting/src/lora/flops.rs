@@ -60,8 +60,16 @@ pub fn step(
     let mut recomputed = vec![whole.recomputed];
     for row in &mut rows {
         if row.part == Part::Output {
-            row.forward = product(labelled.unwrap_or(tokens), model.hidden, model.vocabulary)?;
-            backward.push(row.forward);
+            let labelled = labelled.unwrap_or(tokens);
+            let matrix = product(labelled, model.hidden, model.vocabulary)?;
+            backward.push(matrix);
+            // The columns of replaced rows are products of their own, whose rows are trained.
+            let replaced = match lora.token_rows.in_head {
+                0 => Flops::default(),
+                rows => product(labelled, model.hidden, rows)?,
+            };
+            backward.push(replaced.times(2)?);
+            row.forward = Flops::sum([matrix, replaced])?;
         } else if !row.has_weight {
             backward.push(row.forward.over(model.layers).times(2 * blocks(Projection::Output))?);
         }

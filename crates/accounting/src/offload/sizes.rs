@@ -230,12 +230,26 @@ pub fn adapters(
         kept: None,
     };
     let head = HeadOptions { on_cpu: lora.on_cpu, ..head_options(work, labelled, choices, false) };
-    let working = training_working(model, work, choices, &head, Trained::Adapters(lora))?;
+    let mut working = training_working(model, work, choices, &head, Trained::Adapters(lora))?;
+    let rows = lora.token_rows.parameters(model)?;
+    let row_bytes = LowRank::WIDE.bytes(rows)?;
+    if lora.token_rows.in_embedding > 0 {
+        // The gradient of the looked-up rows, without those of other tokens, and in the dtype of the trained rows.
+        let wide = LowRank::WIDE.bytes(product("numbers of an input", &[work.tokens()?, model.hidden])?)?;
+        working.embedding_bytes = sum("bytes of the embedding's backward", [2 * working.input_bytes, wide])?;
+    }
     let fixed = Fixed {
         weight_bytes: sum(
             "bytes beside the layers",
-            [quantized::outer_bytes(model, &choices.recipe)?, lora.frozen_bytes(model)?],
+            [quantized::outer_bytes(model, &choices.recipe)?, lora.frozen_bytes(model)?, row_bytes],
         )?,
+        gradient_bytes: row_bytes,
+        head_gradient_bytes: if lora.token_rows.in_head > 0 { row_bytes } else { 0 },
+        state_bytes: match rows {
+            0 => 0,
+            rows => choices.optimizer.state_bytes_of([(1, rows)], LowRank::WIDE)?,
+        },
+        trainable: rows,
         // The frozen output matrix has no gradient.
         seconds: choices.training_seconds(
             2.0 * outer_flops(&flops) as f64,

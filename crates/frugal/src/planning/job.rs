@@ -2,7 +2,7 @@
 
 use accounting::Decoder;
 use accounting::candidates::{Allowed, Candidate, Job, Layers, OffloadedLayers, Placement, Tier};
-use accounting::lora::{LowRank, Projection, Targets};
+use accounting::lora::{LowRank, Projection, Targets, TokenRows};
 use accounting::memory::logits::Loss;
 use accounting::memory::optimizer::Optimizer;
 use accounting::memory::recipe::Recipe;
@@ -234,6 +234,11 @@ pub fn low_rank(adapter: &LoraConfig, shape: &DecoderConfig, on_cpu: bool) -> Re
         magnitudes: adapter.use_dora,
         subtracted: matches!(adapter.init()?, Init::Pissa | Init::Olora),
         on_cpu,
+        token_rows: TokenRows {
+            trained: adapter.token_rows(shape)?.unsigned_abs(),
+            in_embedding: adapter.rows_in_embedding(shape)?.unsigned_abs(),
+            in_head: adapter.rows_in_head(shape)?.unsigned_abs(),
+        },
     })
 }
 

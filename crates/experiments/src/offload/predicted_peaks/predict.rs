@@ -40,6 +40,7 @@ impl Row {
                 magnitudes: *kind == AdapterKind::Dora,
                 subtracted: *kind == AdapterKind::Pissa,
                 on_cpu: true,
+                ..LowRank::default()
             }),
             _ => None,
         };
