@@ -14,6 +14,7 @@
 //! # Ok::<(), dataloading::Error>(())
 //! ```
 
+mod added;
 mod encoded;
 mod pieces;
 mod train;
@@ -27,6 +28,7 @@ use tokenizers::AddedToken;
 
 use crate::error::{Error, Result};
 
+pub use added::{AddedTokens, TokenToAdd};
 pub use encoded::Encoded;
 pub use pieces::LONGEST_PIECE;
 pub use train::{END_OF_TEXT, PADDING, TrainConfig};

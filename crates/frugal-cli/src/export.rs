@@ -15,7 +15,7 @@ use frugal::Config;
 use frugal::companion_files::{self, CHAT_TEMPLATE, CompanionFiles, TOKENIZER};
 use frugal::config::{Bytes, CONFIG_FILE, DataConfig, Dtype};
 use frugal::llama_cpp::LlamaCpp;
-use frugal::run_folder::CHECKPOINTS;
+use frugal::run_folder::{BEST, CHECKPOINTS};
 use models::hugging_face::{self, Folder};
 use models::state_dict::state_dict;
 use serde_json::{Value, json};
@@ -28,6 +28,7 @@ use crate::folder::model_folder;
 use crate::folder::output_folder::{self, Existing};
 use crate::folder::run_model::{Target, WhichArgs};
 use crate::folder::signals;
+use crate::folder::vocabulary;
 use crate::output::shell_command::shell_word;
 
 /// The format that is written.
@@ -385,6 +386,11 @@ impl Export {
     /// Merges an adapter into the model, and writes that to a folder.
     fn merge(&self, common: &Common, adapter: &Path, out: &Path) -> anyhow::Result<()> {
         let folder = self.hub.open(self.model.as_deref().context("give --model")?)?;
+        let of_run = self.adapter_files().and_then(|run| {
+            let run = if run.ends_with(BEST) { run.parent()? } else { run };
+            Config::read(&run.join(CONFIG_FILE)).ok()?.model.pad_vocabulary_to
+        });
+        let folder = vocabulary::for_adapter(folder, Some(adapter), of_run)?;
         for (taken, what) in [(folder.path(), "the model's"), (adapter, "the adapter's")] {
             if same_folder(taken, out) {
                 bail!("--out {} is {what} own folder; give another", out.display());

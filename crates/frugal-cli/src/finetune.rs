@@ -3,6 +3,7 @@
 mod data;
 mod exports;
 mod learned_end;
+mod new_tokens;
 mod origin;
 mod samples;
 mod targets;
@@ -154,8 +155,17 @@ fn tune(mut job: Job<'_>) -> anyhow::Result<()> {
     let (common, out, device) = (job.common, job.out(), job.device);
 
     // The model's folder, and the files that its rows are made with.
-    let folder = open_base(&mut job)?;
+    let mut folder = open_base(&mut job)?;
     let mut companions = origin::companions(job.config(), &folder, out, job.resumes())?;
+    let new_rows = match new_tokens::add(common, job.config(), &folder, &mut companions)? {
+        None => None,
+        Some(new) => {
+            job.complete(new.config)?;
+            job.recipe().check_folder(&new.folder)?;
+            folder = new.folder;
+            Some(new.rows)
+        }
+    };
     let (config, template) = with_date(job.config(), &companions, out, job.resumes())?;
     job.complete(config)?;
 
@@ -200,7 +210,12 @@ fn tune(mut job: Job<'_>) -> anyhow::Result<()> {
         }
         Ok(())
     };
-    let opened = planned.open(record, |recipe| Ok(recipe.open(&folder, device)?))?;
+    let opened = planned.open(record, |recipe| {
+        Ok(match new_rows {
+            Some(rows) => recipe.clone().with_new_rows(rows).open(&folder, device)?,
+            None => recipe.open(&folder, device)?,
+        })
+    })?;
     let mut ready = opened.ready(|| Ok(Some(train.largest()?)))?;
 
     // What an evaluation takes at a time, and what writes the weights.

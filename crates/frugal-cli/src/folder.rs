@@ -9,3 +9,4 @@ pub(crate) mod output_folder;
 pub(crate) mod run_model;
 pub(crate) mod run_record;
 pub(crate) mod signals;
+pub(crate) mod vocabulary;

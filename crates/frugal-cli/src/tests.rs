@@ -23,6 +23,7 @@ mod guide;
 mod guide_commands;
 mod heads;
 mod models;
+mod new_tokens;
 mod nf4;
 mod no_effect;
 mod outputs;

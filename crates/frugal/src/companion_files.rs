@@ -12,6 +12,7 @@
 //!
 //! Variables of the template that a training sets (`data.template_arguments`) are written into the template's text as defaults.
 
+mod added_tokens;
 mod template_defaults;
 
 use std::fs::File;
@@ -29,6 +30,7 @@ use serde_json::{Map, Value, json};
 
 use crate::config::DataConfig;
 use crate::error::{Error, Result};
+use added_tokens::Added;
 use template_defaults::with_defaults;
 
 /// Name of the chat template within a folder.
@@ -60,6 +62,8 @@ pub struct CompanionFiles {
     tokenizer: PathBuf,
     /// A `tokenizer.json` in place of the folder's.
     tokenizer_file: Option<PathBuf>,
+    /// Tokens that were added to the tokenizer.
+    added: Option<Added>,
     template: Template,
     /// The file with the settings of generation, if there is one.
     generation: Option<PathBuf>,
@@ -115,6 +119,7 @@ impl CompanionFiles {
             model: model.to_owned(),
             tokenizer,
             tokenizer_file: data.tokenizer.clone(),
+            added: None,
             template,
             generation: folder.generation_config(),
             tokens_of_config: tokens_of_config(&model.join("config.json"))?,
@@ -174,7 +179,10 @@ impl CompanionFiles {
             let reason = format!("{TOKENIZER} is missing; put there the one that came with the model");
             return Err(Error::File { path: self.tokenizer.clone(), reason });
         }
-        let tokenizer = Tokenizer::from_file(&path)?;
+        let tokenizer = match &self.added {
+            Some(added) => Tokenizer::from_bytes(added.json.as_bytes())?,
+            None => Tokenizer::from_file(&path)?,
+        };
         match &self.tokenizer_file {
             Some(_) => Ok(tokenizer),
             None => with_special_tokens(tokenizer, &self.tokenizer),
@@ -213,7 +221,7 @@ impl CompanionFiles {
         let tokenizer = self.tokenizer_file.clone().unwrap_or_else(|| self.tokenizer.join(TOKENIZER));
         let bytes = |path: &Path| std::fs::read(path).ok();
         let differs = [
-            ("tokenizer", bytes(&tokenizer) != bytes(&folder.path().join(TOKENIZER))),
+            ("tokenizer", self.added.is_some() || bytes(&tokenizer) != bytes(&folder.path().join(TOKENIZER))),
             ("chat template", texts(self.template_sources()?) != texts(template_sources(folder.path())?)),
             ("end tokens", self.end_tokens != folder.end_tokens()),
         ];
@@ -237,6 +245,7 @@ impl CompanionFiles {
         if let Some(file) = &self.tokenizer_file {
             copy(file, &out.join(TOKENIZER))?;
         }
+        self.added.as_ref().map_or(Ok(()), |added| added.write(out))?;
         match &self.template {
             Template::Folder(folder) => copy_templates(folder, out)?,
             Template::Sources(sources) => write_sources(sources, out)?,

@@ -42,6 +42,7 @@ mod given;
 mod master_weights;
 mod method;
 mod nearest;
+mod new_tokens;
 mod optimizer;
 pub mod origins;
 mod set;
@@ -66,6 +67,7 @@ pub use given::{Given, current_name};
 pub use master_weights::MasterWeights;
 pub use method::Method;
 pub use nearest::nearest_name;
+pub use new_tokens::{DescribedToken, NewToken, NewTokenInit};
 pub use optimizer::{FrozenPlace, OptimizerConfig, OptimizerPlace, OptimizerRule};
 pub use techniques::{
     ActivationPlan, ActivationsConfig, Compute, LossConfig, LossHeadKind, MlpConfig, OffloadConfig,
@@ -140,6 +142,14 @@ pub struct ModelConfig {
     /// Freezes the parameters whose whole name matches this regular expression, in full fine-tuning.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub freeze: Option<String>,
+    /// Tokens that a fine-tuning adds: with adapters their rows of the embedding and of the head are trained, and no other.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub new_tokens: Vec<NewToken>,
+    /// First values of their rows.
+    pub new_token_init: NewTokenInit,
+    /// A number of rows of which a vocabulary that grows becomes a multiple; absent for as many rows as there are tokens.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pad_vocabulary_to: Option<i64>,
     /// The shape of a model that is trained from scratch, where `name` has none.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub shape: Option<ShapeConfig>,

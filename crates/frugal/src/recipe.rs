@@ -41,6 +41,7 @@
 
 mod checks;
 mod kept_layers;
+mod new_rows;
 mod pairs;
 mod prepared;
 
@@ -62,6 +63,7 @@ use training::activations::{self, Activations, LayerPlan};
 use training::layer_source::{LayerSource, set_placeholder};
 use training::scaler::{GradScaler, NoScaler};
 
+pub use new_rows::{NewRow, NewRows};
 pub use prepared::{ActivationChoice, Handles, Prepared};
 
 use crate::config::{
@@ -76,6 +78,7 @@ pub struct Recipe {
     config: Config,
     level: Option<CheckpointLevel>,
     ranks: Option<Mesh>,
+    new_rows: Option<NewRows>,
 }
 
 impl Recipe {
@@ -88,12 +91,19 @@ impl Recipe {
         checks::values(config)?;
         pairs::check(config)?;
         let level = config.mlp.level.as_deref().map(str::parse).transpose()?;
-        Ok(Self { config: config.clone(), level, ranks: None })
+        Ok(Self { config: config.clone(), level, ranks: None, new_rows: None })
     }
 
     /// Returns the configuration.
     pub fn config(&self) -> &Config {
         &self.config
+    }
+
+    /// Makes it the recipe of a training that adds tokens, whose rows get their first values when the model is opened. The model has these
+    /// rows already ([`Folder::with_vocabulary`]).
+    #[must_use]
+    pub fn with_new_rows(self, rows: NewRows) -> Self {
+        Self { new_rows: Some(rows), ..self }
     }
 
     /// Makes it the recipe of one of several ranks, among which ZeRO stage 3 divides the layers.
@@ -236,6 +246,10 @@ impl Recipe {
         let config = &self.config;
         let device =
             module::tensors(model.as_ref()).first().map_or(Device::Cpu, |named| named.tensor.device());
+        let of_quantized = match &self.new_rows {
+            Some(rows) => rows.write(model.as_mut())?,
+            None => Vec::new(),
+        };
         if let Some(pattern) = &config.model.freeze {
             module::freeze(model.as_ref(), pattern, true)?;
         }
@@ -244,6 +258,9 @@ impl Recipe {
             Some(adapter) => {
                 let adapters =
                     LoraConfig { seed: config.training.seed, ..adapter.clone() }.install(model.as_mut())?;
+                if let (Some(rows), Some(tokens)) = (&self.new_rows, &adapter.trainable_token_indices) {
+                    rows.fill(&of_quantized, &adapters, tokens.first())?;
+                }
                 model = Box::new(adapters.wrap(model)?);
                 Some(adapters)
             }

@@ -8,7 +8,7 @@
 use clap::Arg;
 use frugal::config::{
     ActivationPlan, CaptureMode, CheckpointEvery, Compute, DataFormat, Dtype, LossHeadKind, MasterWeights,
-    OffloadMethod, OffloadTier, OptimizerPlace, OptimizerRule, Recomputed,
+    NewTokenInit, OffloadMethod, OffloadTier, OptimizerPlace, OptimizerRule, Recomputed,
 };
 use frugal::rows::Overlong;
 
@@ -123,6 +123,12 @@ static TABLE: [&[Flag]; 25] = [
         "model.untied", "--untied" => switch("true"), "Of a GGUF file that holds the embedding again as the output head, keep both";
         "model.dtype", "--dtype" => choice::<Dtype>("DTYPE"), "Dtype of the weights [default: that of the files]";
         "", "--method" => choice::<MethodArg>("METHOD"), "What is trained [default: lora]";
+        "model.new_tokens", "--new-tokens" => Takes::One { name: "FILE", parser: values::new_tokens },
+            "Tokens to add: one a line, or a JSON list of texts and objects such as {\"token\": \"<|call|>\", \"special\": true, \"from\": \"call\"}; an adapter trains their rows of the embedding and of the head alone";
+        "model.new_token_init", "--new-token-init" => choice::<NewTokenInit>("INIT"),
+            "First values of their rows: the mean of all rows, or of those of a token's pieces [default: mean]";
+        "model.pad_vocabulary_to", "--pad-vocabulary-to" ~ "--pad-to-multiple-of" => Takes::One { name: "ROWS", parser: values::least::<1> },
+            "Make a vocabulary that new tokens enlarge a multiple of this many rows [default: a row for each token]";
     },
     flags! { OPTIONS, PLAN;
         "", "--method" => choice::<StepArg>("METHOD"), "What a step computes [default: lora]";

@@ -1,10 +1,11 @@
 //! The values of flags: how they are read, and what they are in a configuration.
 
+use std::path::Path;
 use std::str::FromStr;
 
 use clap::builder::{EnumValueParser, TypedValueParser as _, ValueParser};
 use clap::{Arg, ArgAction, ValueEnum, ValueHint};
-use frugal::config::Bytes;
+use frugal::config::{Bytes, NewToken};
 use serde::Serialize;
 use serde_json::{Value, json};
 
@@ -140,6 +141,15 @@ pub(crate) fn budget(text: &str) -> Result<Bytes, String> {
         }
         _ => Ok(budget),
     }
+}
+
+/// The tokens in a file.
+pub(crate) fn new_tokens() -> ValueParser {
+    (|text: &str| match NewToken::read(Path::new(text)) {
+        Ok(tokens) => Ok(json!(tokens)),
+        Err(error) => Err(error.to_string()),
+    })
+    .into()
 }
 
 /// How adapters are initialised: a truth value, or a name.

@@ -16,6 +16,7 @@ use lora::peft::CONFIG_FILE as ADAPTER_FILE;
 use crate::common_flags::Common;
 use crate::flags::hub::{HubArgs, same_folder};
 use crate::folder::best_weights::best_evaluation;
+use crate::folder::vocabulary;
 use crate::output::shell_command::shell_word;
 use frugal::run_folder::MODEL;
 
@@ -50,6 +51,8 @@ pub(crate) struct Target {
     pub(crate) untied: bool,
     /// Whether an adapter was trained over its base in NF4.
     pub(crate) is_over_nf4: bool,
+    /// The multiple that a vocabulary with new tokens has, by the training.
+    pad_vocabulary_to: Option<i64>,
     /// The base that an adapter names which is given beside the model.
     other_base: Option<String>,
 }
@@ -143,6 +146,7 @@ impl Target {
         let note = Some(format!("{shown}: {text} ({})", path.display()));
         let revision = config.model.revision.clone();
         let untied = config.model.untied;
+        let pad_vocabulary_to = config.model.pad_vocabulary_to;
         let is_over_nf4 = is_adapter && config.model.dtype == Some(Dtype::Nf4);
         // The files that it was trained with are beside its weights, whatever became of those that its flags named.
         let mut data = config.data;
@@ -159,7 +163,17 @@ impl Target {
             }
             false => (path.display().to_string(), None),
         };
-        Ok(Self { model, adapter, data: Some(data), note, revision, untied, is_over_nf4, other_base: None })
+        Ok(Self {
+            model,
+            adapter,
+            data: Some(data),
+            note,
+            revision,
+            untied,
+            is_over_nf4,
+            pad_vocabulary_to,
+            other_base: None,
+        })
     }
 
     /// Takes an adapter that is given beside the model, with what its folder says of its training.
@@ -167,6 +181,7 @@ impl Target {
         let Some(adapter) = adapter else { return };
         let out = if adapter.ends_with(BEST) { adapter.parent().unwrap_or(adapter) } else { adapter };
         let config = Config::read(&out.join(CONFIG_FILE)).ok();
+        self.pad_vocabulary_to = config.as_ref().and_then(|config| config.model.pad_vocabulary_to);
         self.is_over_nf4 = config.is_some_and(|config| config.model.dtype == Some(Dtype::Nf4));
         let config = LoraConfig::read(&adapter.join(ADAPTER_FILE)).ok();
         self.other_base = config.and_then(|config| config.base_model_name_or_path);
@@ -212,13 +227,14 @@ impl Target {
             || path.components().any(|part| part.as_os_str() == in_cache.as_str())
     }
 
-    /// Opens the model's folder; downloads it if it is not here.
+    /// Opens the model's folder, with the rows that the adapter has for new tokens; downloads it if it is not here.
     ///
     /// # Errors
-    /// As [`HubArgs::open`].
+    /// As [`HubArgs::open`]; an adapter that cannot be read.
     pub(crate) fn open(&self, hub: &HubArgs) -> anyhow::Result<Folder> {
         let revision = hub.revision.clone().or_else(|| self.revision.clone());
-        HubArgs { revision, untied: hub.untied || self.untied, ..hub.clone() }.open(&self.model)
+        let hub = HubArgs { revision, untied: hub.untied || self.untied, ..hub.clone() };
+        vocabulary::for_adapter(hub.open(&self.model)?, self.adapter.as_deref(), self.pad_vocabulary_to)
     }
 }
 

@@ -16,13 +16,16 @@ type Case = (&'static str, &'static str, &'static str);
 const BASE: [Case; 2] =
     [("model.name", "\"@model\"", "--model @model"), ("data.source", "\"@my\"", "--data @my")];
 
-const FINETUNE: [Case; 68] = [
+const FINETUNE: [Case; 72] = [
     ("method", "\"dora\"", "--method dora"),
     ("model.revision", "\"v1\"", "--revision v1"),
     ("model.offline", "true", "--offline"),
     ("model.untied", "true", "--untied"),
     ("model.dtype", "\"bfloat16\"", "--dtype bf16"),
     ("model.freeze", "\"embed.*\"", ""),
+    ("model.new_tokens", "[\"<a>\"]", ""),
+    ("model.new_token_init", "\"pieces\"", "--new-token-init pieces"),
+    ("model.pad_vocabulary_to", "64", "--pad-vocabulary-to 64"),
     ("data.format", "\"rows\"", "--format rows"),
     ("data.validation", "\"v.jsonl\"", "--validation v.jsonl"),
     ("data.held_out", "0.1", "--held-out 0.1"),
@@ -54,6 +57,7 @@ const FINETUNE: [Case; 68] = [
     ("adapter.alpha_pattern", "{ q_proj = 2 }", ""),
     ("adapter.bias", "\"all\"", ""),
     ("adapter.modules_to_save", "[\"lm_head\"]", ""),
+    ("adapter.trainable_token_indices", "[5]", ""),
     ("adapter.ensure_weight_tying", "true", ""),
     ("adapter.fan_in_fan_out", "true", ""),
     ("mlp.level", "\"save-one\"", "--mlp save-one"),

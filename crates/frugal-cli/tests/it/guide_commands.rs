@@ -70,5 +70,6 @@ pub(crate) fn prepare(tiny: &Tiny) {
     }
     let article = " = Rivers = \n \n The river is long and the town is small . \n The bridge is old . \n";
     std::fs::write(tiny.path("corpus.txt"), article.repeat(200)).unwrap();
+    std::fs::write(tiny.path("tokens.txt"), "<|call|>\n<|end_call|>\n").unwrap();
     std::fs::write(tiny.path("pairs.csv"), "english,french\none,un\ntwo,deux\n").unwrap();
 }

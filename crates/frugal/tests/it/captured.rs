@@ -125,6 +125,8 @@ fn every_technique_has_its_bits_in_repeated_steps_or_is_refused() {
         none: 5 of 8 steps repeated, the same bits
         LoRA: 5 of 8 steps repeated, the same bits
         DoRA: 5 of 8 steps repeated, the same bits
+        LoRA and rows of tokens: 5 of 8 steps repeated, the same bits
+        LoRA on the embedding: 5 of 8 steps repeated, the same bits
         fused loss: 5 of 8 steps repeated, the same bits
         fused loss, gradients in backward: 5 of 8 steps repeated, the same bits
         recompute layers: 5 of 8 steps repeated, the same bits

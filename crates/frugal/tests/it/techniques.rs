@@ -5,7 +5,7 @@ use frugal::config::{
     ActivationPlan, Bytes, Compute, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier, OptimizerPlace,
     Recomputed, ScalerConfig,
 };
-use frugal::lora::LoraConfig;
+use frugal::lora::{LoraConfig, TokenIndices};
 
 use crate::pairs::ROWS;
 
@@ -57,7 +57,7 @@ fn offloaded(config: &mut Config, method: OffloadMethod) {
     config.offload = Some(OffloadConfig { method, ring: 2, ..OffloadConfig::default() });
 }
 
-pub(crate) const TECHNIQUES: [Technique; 30] = [
+pub(crate) const TECHNIQUES: [Technique; 32] = [
     Technique {
         name: "LoRA",
         group: "adapter",
@@ -69,6 +69,28 @@ pub(crate) const TECHNIQUES: [Technique; 30] = [
         group: "adapter",
         promise: Promise::Nothing,
         set: |config, family| config.adapter = Some(adapter(family, true)),
+    },
+    Technique {
+        name: "LoRA and rows of tokens",
+        group: "adapter",
+        promise: Promise::Nothing,
+        set: |config, family| {
+            let trainable_token_indices = Some(TokenIndices::Embedding(vec![10, 3, 60]));
+            config.adapter = Some(LoraConfig { trainable_token_indices, ..adapter(family, false) });
+        },
+    },
+    Technique {
+        name: "LoRA on the embedding",
+        group: "adapter",
+        promise: Promise::Nothing,
+        set: |config, family| {
+            let (embedding, other) = match family {
+                Family::Llama => ("embed_tokens", "v_proj"),
+                Family::Gpt2 => ("wte", "c_attn"),
+            };
+            let target_modules = Some([embedding, other].into());
+            config.adapter = Some(LoraConfig { target_modules, ..adapter(family, false) });
+        },
     },
     Technique {
         name: "fused loss",
