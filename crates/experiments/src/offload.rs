@@ -3,6 +3,7 @@
 mod comparison;
 mod difference;
 mod equality;
+mod experts;
 mod folder;
 mod large;
 mod long_context;
@@ -29,6 +30,9 @@ pub(crate) enum Verb {
     Timeline(timeline::Timeline),
     /// Measure the tokens of a step at which loads hide behind compute
     Tokens(tokens::Tokens),
+    /// Stream the experts of a mixture from files, over the share of them that memory has room for; at scale paper all of Qwen3-30B-A3B's
+    /// shape, 60 GB on the disk
+    Experts(experts::Experts),
     /// Run a model larger than its memory budget, which is enforced; at scale paper all of Qwen2.5-7B, 13 GB on the disk
     Large(large::Large),
     /// Run forward and backward over one long sequence, with weights, gradients and layer inputs on the host; at scale paper Llama-3-8B's
@@ -50,6 +54,9 @@ impl Verb {
                 driver.run("offload-timeline", |bench| timeline::run(bench, arguments))
             }
             Self::Tokens(arguments) => driver.run("offload-tokens", |bench| tokens::run(bench, arguments)),
+            Self::Experts(arguments) => {
+                driver.on_cpu().run("offload-experts", |bench| experts::run(bench, arguments))
+            }
             Self::Large(arguments) => {
                 driver.run(arguments.experiment(), |bench| large::run(bench, arguments))
             }

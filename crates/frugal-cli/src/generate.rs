@@ -13,7 +13,7 @@ use clap::{ArgGroup, Args};
 use dataloading::Tokenizer;
 use dataloading::records::{self, FileKind, Record};
 use frugal::companion_files::CompanionFiles;
-use frugal::config::{Bytes, OffloadConfig, OffloadTier};
+use frugal::config::{Bytes, ExpertsConfig, OffloadConfig, OffloadTier};
 use frugal::models::hugging_face::Folder;
 use frugal::offload::{Offload, Tier};
 use frugal::planning::{self, Budget, MachineRates, PeakMeter};
@@ -53,6 +53,9 @@ pub(crate) struct Generate {
     /// Layers that are not offloaded: numbers from 0, separated by commas
     #[arg(long, value_name = "NUMBERS", value_delimiter = ',', conflicts_with = "budget")]
     resident: Vec<usize>,
+    /// Stream the experts of a mixture from files through this much memory: those that tokens are given to are loaded
+    #[arg(long, value_name = "BYTES", value_parser = budget, conflicts_with_all = ["offload", "budget", "ring", "resident"])]
+    offload_experts: Option<Bytes>,
     /// Text to continue
     #[arg(long, value_name = "TEXT")]
     prompt: Option<String>,
@@ -225,10 +228,22 @@ pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
         Some(budget) => (Some(PeakMeter::start(device)?), planning::enforce(device, budget.0)?),
         None => (None, None),
     };
-    let (llama, offload) = match offload {
-        None => (arguments.model.load(&folder, device)?, None),
-        Some(config) => {
-            let kind = arguments.model.dtype.map(|dtype| dtype.kind());
+    let kind = arguments.model.dtype.map(|dtype| dtype.kind());
+    let mut experts = None;
+    let (llama, offload) = match (offload, arguments.offload_experts) {
+        (None, None) => (arguments.model.load(&folder, device)?, None),
+        (None, Some(_)) if device != Device::Cpu => {
+            bail!(
+                "--offload-experts: experts are streamed on a CPU only; give --device cpu, or --offload host"
+            )
+        }
+        (None, Some(cache)) => {
+            let config = ExpertsConfig { cache, ..ExpertsConfig::default() };
+            let (model, streamed) = config.options().open(&folder, kind)?;
+            experts = Some(streamed);
+            (model, None)
+        }
+        (Some(config), _) => {
             let (model, offload) = Offload::open(&folder, kind, &config.options(device))?;
             (model, Some(offload))
         }
@@ -264,6 +279,17 @@ pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
             options.resident.len(),
             offload.blocks(),
             options.ring
+        );
+    }
+    if let Some(experts) = &experts {
+        let counters = experts.counters();
+        line += &format!(
+            "; {} of {} experts in memory at a time, {} of {} uses loaded, {} read",
+            experts.slots(),
+            experts.experts(),
+            counters.loads,
+            counters.requested,
+            bytes_text(counters.loaded)
         );
     }
     if let Some(held) = held {

@@ -70,8 +70,8 @@ pub use nearest::nearest_name;
 pub use new_tokens::{DescribedToken, NewToken, NewTokenInit};
 pub use optimizer::{FrozenPlace, OptimizerConfig, OptimizerPlace, OptimizerRule};
 pub use techniques::{
-    ActivationPlan, ActivationsConfig, Compute, LossConfig, LossHeadKind, MlpConfig, OffloadConfig,
-    OffloadMethod, OffloadTier, PrecisionConfig, Recomputed, ScalerConfig,
+    ActivationPlan, ActivationsConfig, Compute, ExpertsConfig, LossConfig, LossHeadKind, MlpConfig,
+    OffloadConfig, OffloadMethod, OffloadTier, PrecisionConfig, Recomputed, ScalerConfig,
 };
 pub use training::{CaptureMode, TrainingConfig};
 
@@ -102,6 +102,8 @@ pub struct Config {
     pub activations: ActivationsConfig,
     /// Weight offloading; absent to keep all weights on the device.
     pub offload: Option<OffloadConfig>,
+    /// Streaming of the experts of a mixture; absent to keep them with their layers.
+    pub experts: Option<ExpertsConfig>,
     /// Mixed precision.
     pub precision: PrecisionConfig,
     /// Optimizer.

@@ -55,7 +55,7 @@ use models::hugging_face::Folder;
 use models::init::Init;
 use models::module::{self, Block, LanguageModel, Module, ModuleMapper};
 use models::{DecoderConfig, Llama};
-use offload::{Method, Offload, Tier};
+use offload::{ExpertConfig, Method, Offload, StreamedExperts, Tier};
 use sharding::{FrozenWeights, Mesh, Shards};
 use swiglu_ckpt::CheckpointLevel;
 use tch::{Device, Kind};
@@ -67,8 +67,8 @@ pub use new_rows::{NewRow, NewRows};
 pub use prepared::{ActivationChoice, Handles, Prepared};
 
 use crate::config::{
-    ActivationPlan, Compute, Config, FrozenPlace, LossConfig, LossHeadKind, OffloadConfig, OffloadMethod,
-    OffloadTier, Recomputed, ScalerConfig,
+    ActivationPlan, Compute, Config, ExpertsConfig, FrozenPlace, LossConfig, LossHeadKind, OffloadConfig,
+    OffloadMethod, OffloadTier, Recomputed, ScalerConfig,
 };
 use crate::error::{Error, Result};
 
@@ -156,8 +156,24 @@ impl Recipe {
         if let Some(shards) = shards.clone().filter(|_| self.divides_before_values()) {
             return self.open_divided(folder, (kind, device), shards);
         }
+        if let Some(experts) = &self.config.experts {
+            if device != Device::Cpu {
+                let (key, found) = ("training.device", runtime::device::flag(device));
+                return Err(Error::Value {
+                    key,
+                    found,
+                    expected: "`cpu`: experts are streamed on a CPU only",
+                });
+            }
+            let (model, experts) = experts.options().open(folder, kind)?;
+            return self.apply_to(
+                Box::new(model),
+                Opened { experts: Some(experts), ..Opened::default() },
+                None,
+            );
+        }
         match self.config.offload.as_ref().filter(|_| shards.is_none()) {
-            None => self.apply_to(Box::new(folder.load(kind, device)?), None, shards),
+            None => self.apply_to(Box::new(folder.load(kind, device)?), Opened::default(), shards),
             Some(offload) if kind == Some(blocks::KIND) => {
                 // A file's blocks are read as a whole; then layers go to their tier.
                 let mut model = folder.load(kind, device)?;
@@ -168,7 +184,7 @@ impl Recipe {
                     ..offload.options(device)
                 };
                 let offload = options.install(&mut model)?;
-                self.apply_to(Box::new(model), Some(offload), None)
+                self.apply_to(Box::new(model), Opened::offloaded(offload), None)
             }
             Some(offload) => {
                 let layers = usize::try_from(folder.config().num_hidden_layers).unwrap_or(0);
@@ -179,7 +195,7 @@ impl Recipe {
                     ..offload.options(device)
                 };
                 let (model, offload) = Offload::open(folder, kind, &options)?;
-                self.apply_to(Box::new(model), Some(offload), None)
+                self.apply_to(Box::new(model), Opened::offloaded(offload), None)
             }
         }
     }
@@ -201,7 +217,7 @@ impl Recipe {
         folder.load_filtered(&model, &|name| !name.starts_with("layers."))?;
         let files = Folder::open(folder.path())?;
         shards.read_values(move |name, target| Ok(files.load_tensor(name, target)?));
-        let prepared = self.apply_to(Box::new(model), None, Some(shards.clone()));
+        let prepared = self.apply_to(Box::new(model), Opened::default(), Some(shards.clone()));
         shards.forget_values();
         prepared
     }
@@ -226,7 +242,7 @@ impl Recipe {
         let layers = usize::try_from(model.num_hidden_layers).unwrap_or(0);
         let options = self.options_of_layers(device, &shards, self.kept_layers(layers)?);
         let (model, offload) = Offload::assemble(model, init, kind, &options)?;
-        self.apply_to(Box::new(model), Some(offload), Some(shards))
+        self.apply_to(Box::new(model), Opened::offloaded(offload), Some(shards))
     }
 
     /// Applies every technique to a model.
@@ -234,16 +250,17 @@ impl Recipe {
     /// # Errors
     /// Errors of each technique.
     pub fn apply(&self, model: Box<dyn LanguageModel>) -> Result<Prepared> {
-        self.apply_to(model, None, self.shards()?)
+        self.apply_to(model, Opened::default(), self.shards()?)
     }
 
     fn apply_to(
         &self,
         mut model: Box<dyn LanguageModel>,
-        mut offload: Option<Offload>,
+        opened: Opened,
         shards: Option<Shards>,
     ) -> Result<Prepared> {
         let config = &self.config;
+        let Opened { mut offload, mut experts } = opened;
         let device =
             module::tensors(model.as_ref()).first().map_or(Device::Cpu, |named| named.tensor.device());
         let of_quantized = match &self.new_rows {
@@ -286,13 +303,16 @@ impl Recipe {
             let apply = |options: offload::OffloadConfig| options.install(model.as_mut());
             offload = options.map(apply).transpose()?;
         }
+        if let (Some(streamed), None) = (&config.experts, &experts) {
+            experts = Some(streamed.options().install(model.as_mut())?);
+        }
         let precision = match config.precision.compute {
             Compute::Fp32 => None,
             Compute::Bf16 => Some(Autocast::new(Kind::BFloat16)?.policy()),
             Compute::Fp16 => Some(Autocast::new(Kind::Half)?.policy()),
             Compute::Fp8 => Some(Autocast::fp8().policy()),
         };
-        let handles = Handles { adapters, activations, offload, shards };
+        let handles = Handles { adapters, activations, offload, experts, shards };
         let (config, ranks) = (config.clone(), self.ranks.clone());
         Ok(Prepared { config, ranks, model, handles, precision, scaler: self.scaler()? })
     }
@@ -377,6 +397,19 @@ impl Recipe {
     }
 }
 
+/// What was moved out of memory while the model was read.
+#[derive(Default)]
+struct Opened {
+    offload: Option<Offload>,
+    experts: Option<StreamedExperts>,
+}
+
+impl Opened {
+    fn offloaded(offload: Offload) -> Self {
+        Self { offload: Some(offload), experts: None }
+    }
+}
+
 fn install_loss_head(model: &mut dyn Module, loss: &LossConfig) -> Result<()> {
     if loss.head == LossHeadKind::Plain {
         return Ok(());
@@ -426,6 +459,13 @@ impl From<FrozenPlace> for FrozenWeights {
             FrozenPlace::Whole => Self::Whole,
             FrozenPlace::Sharded => Self::Sharded,
         }
+    }
+}
+
+impl ExpertsConfig {
+    /// Returns the options of `offload`.
+    pub fn options(&self) -> ExpertConfig {
+        ExpertConfig { cache: self.cache.0, folder: self.folder.clone().unwrap_or_else(std::env::temp_dir) }
     }
 }
 

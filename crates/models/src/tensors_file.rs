@@ -148,7 +148,7 @@ impl Entry {
         let (index, count) = (usize::try_from(index).ok()?, usize::try_from(count).ok()?);
         let bytes = self.range.len().checked_div(count)?;
         let start = self.range.start + index * bytes;
-        (self.range.len() % count == 0 && index < count).then(|| start..start + bytes)
+        (self.range.len().is_multiple_of(count) && index < count).then(|| start..start + bytes)
     }
 
     /// Returns whether its values are one after the other.

@@ -279,6 +279,8 @@ static TABLE: [&[Flag]; 25] = [
         "offload.method", "--offload-method" => choice::<OffloadMethod>("METHOD"),
             "How offloaded layers are transferred [default: overlap]";
         "offload.ring", "--ring" => whole("LAYERS"), "Number of offloaded layers on the device at a time [default: 3]";
+        "experts.cache", "--offload-experts" => Takes::One { name: "BYTES", parser: values::bytes },
+            "Stream the experts of a mixture from files through this much memory: those that a batch's tokens are given to are loaded";
         "offload.resident", "--resident" => list("NUMBERS", values::parsed::<u64>, values::array),
             "Layers that are not offloaded: numbers from 0, separated by commas";
         "optimizer.place", "--optimizer-on" => choice::<OptimizerPlace>("PLACE"),

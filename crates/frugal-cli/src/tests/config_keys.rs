@@ -16,7 +16,7 @@ type Case = (&'static str, &'static str, &'static str);
 const BASE: [Case; 2] =
     [("model.name", "\"@model\"", "--model @model"), ("data.source", "\"@my\"", "--data @my")];
 
-const FINETUNE: [Case; 72] = [
+const FINETUNE: [Case; 74] = [
     ("method", "\"dora\"", "--method dora"),
     ("model.revision", "\"v1\"", "--revision v1"),
     ("model.offline", "true", "--offline"),
@@ -71,6 +71,8 @@ const FINETUNE: [Case; 72] = [
     ("activations.budget", "1073741824", ""),
     ("offload.tier", "\"file\"", "--offload file"),
     ("offload.pinned", "false", ""),
+    ("experts.cache", "1048576", "--offload-experts 1MiB"),
+    ("experts.folder", "\"folder\"", ""),
     ("precision.compute", "\"bf16\"", "--precision bf16"),
     ("precision.scaler", "{ kind = \"static\", scale = 8.0 }", ""),
     ("optimizer.rule", "\"sgd\"", "--optimizer sgd"),
@@ -157,6 +159,8 @@ fn follows(key: &str) -> &'static [&'static str] {
         "adapter.use_dora" => &["method"],
         "model.name" => &["adapter.base_model_name_or_path"],
         "offload.tier" | "offload.pinned" => &["offload"],
+        "experts.cache" => &["experts"],
+        "experts.folder" => &["experts", "experts.cache"],
         "model.shape.family" | "model.shape.width" => &["model.shape"],
         _ => &[],
     }

@@ -33,6 +33,7 @@ impl Config {
             loss: super::LossConfig::default(),
             activations: super::ActivationsConfig::default(),
             offload: None,
+            experts: None,
             precision: super::PrecisionConfig::default(),
             optimizer,
             training: TrainingConfig::default(),

@@ -143,6 +143,24 @@ impl Default for OffloadConfig {
     }
 }
 
+/// Streaming of the experts of a mixture from files: those that a batch's tokens are given to are loaded.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields, default)]
+pub struct ExpertsConfig {
+    /// Bytes of the experts of all layers that are in memory at a time.
+    pub cache: Bytes,
+    /// Folder for the files of experts that the model has in another dtype; absent for the system's temporary folder.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub folder: Option<PathBuf>,
+}
+
+impl Default for ExpertsConfig {
+    /// 1 GiB.
+    fn default() -> Self {
+        Self { cache: Bytes(1 << 30), folder: None }
+    }
+}
+
 /// Storage of offloaded layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[cfg_attr(feature = "clap", derive(clap::ValueEnum))]

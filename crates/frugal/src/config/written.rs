@@ -4,8 +4,8 @@ use lora::LoraConfig;
 use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{
-    ActivationsConfig, Config, DataConfig, LossConfig, Method, MlpConfig, ModelConfig, OffloadConfig,
-    OptimizerConfig, PrecisionConfig, Task, TrainingConfig,
+    ActivationsConfig, Config, DataConfig, ExpertsConfig, LossConfig, Method, MlpConfig, ModelConfig,
+    OffloadConfig, OptimizerConfig, PrecisionConfig, Task, TrainingConfig,
 };
 
 /// The keys of a file. [`Config`] has no `method`, because the adapter says it.
@@ -24,6 +24,8 @@ pub(super) struct Written {
     activations: ActivationsConfig,
     #[serde(skip_serializing_if = "Option::is_none")]
     offload: Option<OffloadConfig>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    experts: Option<ExpertsConfig>,
     precision: PrecisionConfig,
     optimizer: OptimizerConfig,
     training: TrainingConfig,
@@ -41,6 +43,7 @@ impl From<Config> for Written {
             loss,
             activations,
             offload,
+            experts,
             precision,
             optimizer,
             training,
@@ -55,6 +58,7 @@ impl From<Config> for Written {
             loss,
             activations,
             offload,
+            experts,
             precision,
             optimizer,
             training,
@@ -76,6 +80,7 @@ impl TryFrom<Written> for Config {
             loss,
             activations,
             offload,
+            experts,
             precision,
             optimizer,
             training,
@@ -102,6 +107,7 @@ impl TryFrom<Written> for Config {
             loss,
             activations,
             offload,
+            experts,
             precision,
             optimizer,
             training,

@@ -2,6 +2,7 @@
 
 use accounting::Decoder;
 use accounting::candidates::{Allowed, Candidate, Job, Layers, OffloadedLayers, Placement, Tier};
+use accounting::experts::StreamedExperts;
 use accounting::lora::{LowRank, Projection, Targets, TokenRows};
 use accounting::memory::logits::Loss;
 use accounting::memory::optimizer::Optimizer;
@@ -111,6 +112,10 @@ pub fn job(
         packs: on_cpu,
         flash_workspace: device.is_cuda(),
         mlp_tile,
+        experts: config
+            .experts
+            .as_ref()
+            .map(|experts| StreamedExperts { cache: experts.cache.0, rate: rates.file_load }),
         ..choices(kind, &rates.machine(), tokens)
     };
     Ok(Job {
@@ -205,7 +210,9 @@ pub fn low_rank(adapter: &LoraConfig, shape: &DecoderConfig, on_cpu: bool) -> Re
             let name = name(layer, which);
             Ok(if adapter.adapts(&name)? { Some(adapter.options(&name)?.r) } else { None })
         };
-        Projection::ALL.into_iter().map(rank).collect()
+        // The projections of experts are no modules of their own.
+        let exists = |which: Projection| shape.mixture.is_none() || which <= Projection::Output;
+        Projection::ALL.into_iter().map(|which| if exists(which) { rank(which) } else { Ok(None) }).collect()
     };
     let first = of_layer(0)?;
     let mut ranks = first.iter().flatten();
@@ -280,7 +287,7 @@ pub fn allowed(config: &Config, layers: usize, device: Device) -> Result<Allowed
         ActivationPlan::EveryK => Layers::Only(every_kth(layers, activations.every, again)?),
     };
     let offloaded = match activations.plan {
-        ActivationPlan::Auto if !mixed => offloaded_layers(config, device),
+        ActivationPlan::Auto if !mixed && config.experts.is_none() => offloaded_layers(config, device),
         _ => None,
     };
     Ok(Allowed { layers: Some(plan), offloaded, splits, rows })

@@ -121,6 +121,11 @@ pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
         Err(Error::Conflict { first: first.to_owned(), second: format!("{ranks} ranks"), why, remedy })
     };
     let Config { offload, optimizer, .. } = config;
+    if config.experts.is_some() {
+        let why =
+            "each rank would read the experts of its own tokens from the same disk, which has never run";
+        return refused("`experts`", why, "leave `experts` out, or train in one process");
+    }
     if optimizer.zero_stage < 3 && offload.is_some() {
         let why = "offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets";
         return refused("`offload`", why, "use `optimizer.zero_stage = 3`, or leave `offload` out");
@@ -189,6 +194,10 @@ pub(super) fn folder(config: &Config, folder: &Folder) -> Result<()> {
         adapter.check_matches(model)?;
         adapter.trainable_parameters(model)?;
         adapter.check_tying(model)?;
+    }
+    if let Some(experts) = config.experts.as_ref().filter(|_| model.mixture_layers() == 0) {
+        let (key, found) = ("experts.cache", experts.cache.to_string());
+        return Err(Error::Value { key, found, expected: "nothing: the model has no mixture of experts" });
     }
     if let Some(offload) = &config.offload {
         let layers = usize::try_from(model.num_hidden_layers).unwrap_or(0);

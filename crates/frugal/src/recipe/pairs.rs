@@ -44,6 +44,7 @@ pub(super) const RECOMPUTE: &str = "use `activations.plan = \"recompute\"`, or `
 const HOST: Setting =
     when("`optimizer.place = \"host\"`", |config| config.optimizer.place == OptimizerPlace::Host);
 const OFFLOAD: Setting = when("`offload`", |config| config.offload.is_some());
+const EXPERTS: Setting = when("`experts`", |config| config.experts.is_some());
 const LEVEL: Setting = when("`mlp.level`", |config| config.mlp.level.is_some());
 const QUANTIZED: Setting = named(quantized, is_quantized);
 const FULL: Setting = when("full fine-tuning", |config| config.adapter.is_none());
@@ -51,7 +52,7 @@ const FP16: Setting =
     when("`precision.compute = \"fp16\"`", |config| config.precision.compute == Compute::Fp16);
 const PLAIN: Setting = when("`loss.head = \"plain\"`", |config| config.loss.head == LossHeadKind::Plain);
 
-static RULES: [Rule; 20] = [
+static RULES: [Rule; 24] = [
     (
         when("`offload.method = \"one-layer\"`", |config| method(config) == Some(OffloadMethod::OneLayer)),
         when("training", |_| true),
@@ -172,6 +173,30 @@ static RULES: [Rule; 20] = [
         when("`precision.compute = \"fp8\"`", |config| config.precision.compute == Compute::Fp8),
         "a product in fp8 rounds its weight again",
         "use `precision.compute = \"bf16\"`",
+    ),
+    (
+        EXPERTS,
+        OFFLOAD,
+        "layers are offloaded as a whole, with all their experts",
+        "leave `offload` out: without their experts the layers of a mixture are small",
+    ),
+    (
+        EXPERTS,
+        FULL,
+        "experts are streamed from files that are only read, so they are frozen",
+        "train an adapter, or leave `experts` out",
+    ),
+    (
+        EXPERTS,
+        named(compute, |config| config.precision.compute != Compute::Fp32),
+        "the casts of experts would stay in memory for the whole step",
+        "use `model.dtype = \"bfloat16\"` with `precision.compute = \"fp32\"`",
+    ),
+    (
+        EXPERTS,
+        when("`model.dtype = \"gguf\"`", |config| config.model.dtype == Some(Dtype::Gguf)),
+        "a file's blocks are read as a whole",
+        "use `model.dtype = \"nf4\"` or \"bfloat16\"",
     ),
     (
         when("`model.freeze`", |config| config.model.freeze.is_some()),

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use dataloading::Batch;
 use lora::Adapters;
 use models::module::{self, Context, Input, LanguageModel};
-use offload::{HostAdamW, HostAdamWConfig, Offload};
+use offload::{HostAdamW, HostAdamWConfig, Offload, StreamedExperts};
 use runtime::memory;
 use runtime::precision::{self, Policy};
 use sharding::{Mesh, ShardedOptimizer, Shards, Stage};
@@ -34,6 +34,8 @@ pub struct Handles {
     pub activations: Option<Activations>,
     /// The offloaded layers.
     pub offload: Option<Offload>,
+    /// The experts that are streamed.
+    pub experts: Option<StreamedExperts>,
     /// This rank's shards of the layers.
     pub shards: Option<Shards>,
 }

@@ -105,6 +105,7 @@ impl Shapes {
                 per_token,
                 intermediate_size: 96,
                 shared: None,
+                clamped: None,
                 normalizes: true,
                 step: 1,
                 dense_layers: Vec::new(),
