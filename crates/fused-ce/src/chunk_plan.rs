@@ -8,7 +8,7 @@
 //! so the default on a GPU is one chunk for all rows wherever that takes no more memory than chunks and their sum.
 
 use kernels::cross_entropy::{LogitsPass, pass_for};
-use kernels::processor;
+use kernels::{gpu, processor};
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Result, refused};
@@ -42,7 +42,8 @@ impl ChunkPlan {
     pub(crate) fn new(options: &LinearCrossEntropy, of: Planned, pass: &dyn LogitsPass) -> Result<Self> {
         let Planned { sizes, kind, device, trains_weight } = of;
         let (compute, on_gpu) = (compute_kind(kind), device != Device::Cpu);
-        let rounds = on_gpu || options.round_logits_gradient && processor::multiplies_into_fp32(kind);
+        let multiplies = processor::multiplies_into_fp32(kind) || gpu::is_chosen(device);
+        let rounds = on_gpu || options.round_logits_gradient && multiplies;
         let gradient = if rounds { kind } else { compute };
         let logits = if on_gpu && options.round_logits { kind } else { compute };
         let chunk = options.chunk;

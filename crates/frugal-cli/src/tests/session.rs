@@ -89,6 +89,8 @@ impl Process {
     fn start() -> Self {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["tests::session::the_process_of_all_sessions", "--exact", "--nocapture"]);
+        // With several threads the harness prints a line of its own after 60 seconds.
+        command.arg("--test-threads=1");
         // As for a process of the program; the caches are in the current folder.
         command.env(VARIABLE, "1").env("OMP_NUM_THREADS", "1").env("HF_HUB_OFFLINE", "1");
         // `--device auto` is the CPU, whose bits the tests compare.
