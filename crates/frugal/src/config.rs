@@ -149,7 +149,7 @@ pub struct ModelConfig {
     pub new_tokens: Vec<NewToken>,
     /// First values of their rows.
     pub new_token_init: NewTokenInit,
-    /// A number of rows of which a vocabulary that grows becomes a multiple; absent for as many rows as there are tokens.
+    /// A vocabulary that grows is rounded up to a multiple of this number of rows; absent for one row for each token.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pad_vocabulary_to: Option<i64>,
     /// The shape of a model that is trained from scratch, where `name` has none.

@@ -288,7 +288,7 @@ impl Tensors {
         Ok(values)
     }
 
-    /// Reads the matrix, `[columns, rows]`, of which a location has some rows.
+    /// Reads the whole matrix, `[columns, rows]`, where a location has some of its rows.
     ///
     /// # Errors
     /// Errors of the file.

@@ -115,7 +115,7 @@ impl TokenRows {
         let rows = self.rows.f_to_kind(hidden.kind())?;
         let columns = linear(hidden, &rows, None)?.f_to_kind(products.kind())?;
         if products.requires_grad() || columns.requires_grad() {
-            // They may be a view that a hand-written function made, of which autograd allows no change.
+            // They may be a view that a hand-written function made, which autograd does not let change in place.
             *products = products.f_index_copy(-1, &self.tokens, &columns)?;
             return Ok(());
         }

@@ -13,7 +13,7 @@ use super::session::Session;
 
 const CALL: &str = "<|call|>";
 const END: &str = "<|end_call|>";
-/// Rows of the tiny model, all of which its tokenizer uses.
+/// Rows of the tiny model; its tokenizer uses them all.
 const STORED: i64 = 4096;
 const ROWS: &str = "token_adapter.trainable_tokens_delta";
 const TRAIN: &str = "finetune --data calls.jsonl --new-tokens tokens.txt --r 4 --batch-size 4 --accumulation 1 --lr 0.03 --seed 3 --held-out 0 --samples 0";
