@@ -227,7 +227,7 @@ mod tests {
             for (tokens, features) in [(1, 1), (3, 65), (40, 4096), (0, 8)] {
                 let random = || (Tensor::randn([tokens, features], kind::FLOAT_CPU) * 3.0).to_kind(kind);
                 let (gate, up, grad) = (random(), random(), random());
-                let leaf = |x: &Tensor| x.to_kind(Kind::Double).set_requires_grad(true);
+                let leaf = |x: &Tensor| x.to_kind(Kind::Double).copy().set_requires_grad(true);
                 let (g, u) = (leaf(&gate), leaf(&up));
                 let clamped = g.clamp_max(CLAMP.limit);
                 let factor = u.clamp(-CLAMP.limit, CLAMP.limit) + 1.0;
