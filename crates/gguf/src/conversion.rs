@@ -78,7 +78,14 @@ impl Rows {
 
     /// The stored value.
     fn apply(&self, value: f32) -> f32 {
-        if self.is_decay { -value.exp() } else { self.scale * value + self.add }
+        if self.is_decay {
+            -value.exp()
+        } else if self.add == 0.0 {
+            // −0 + 0 is +0, and llama.cpp stores the sign of a block's smallest value.
+            self.scale * value
+        } else {
+            self.scale * value + self.add
+        }
     }
 
     /// The value of Hugging Face.
@@ -410,5 +417,17 @@ fn order(name: &str) -> (u8, u32, String) {
         Some(block) => (1, block, name.to_owned()),
         None if name.starts_with("token_embd") || name.starts_with("rope_") => (0, 0, name.to_owned()),
         None => (2, 0, name.to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A block of q4_1 or q5_1 whose smallest value is −0 has it with its sign in llama.cpp's files.
+    #[test]
+    fn a_negative_zero_keeps_its_sign() {
+        assert_eq!(Rows::default().apply(-0.0).to_bits(), (-0f32).to_bits());
+        assert_eq!(Rows { add: 1.0, ..Rows::default() }.apply(-0.0), 1.0);
     }
 }

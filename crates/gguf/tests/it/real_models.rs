@@ -118,12 +118,15 @@ fn hard_texts_have_the_tokens_of_the_published_tokenizers_and_of_llama_cpp() {
 }
 
 /// For each type of file, SHA-256 over all tensors in the order of their names: name, type and bytes.
-const QUANTISED: [(&str, FileType, &str); 5] = [
+const QUANTISED: [(&str, FileType, &str); 8] = [
     (EXPECTED[0].0, FileType::Q4KM, "c7ebddb6c3e0de2cdbdd62d2bc7467728b12a2ea48cd9e449b6191f69945dc0c"),
     (EXPECTED[0].0, FileType::Q5KM, "f97f3d480a12912f378f36ddeb0c5149059c82a811e3e12d334368916d25edd2"),
     (EXPECTED[0].0, FileType::Q6K, "c53d4b53c522ff0cc183bdb54af8fb96b94f93e1875116574115787fc8bd59d2"),
     (EXPECTED[0].0, FileType::Q8_0, "eefe69989d3602ed411af4b69de3626f17f8bb3008d9158b76409bce9906103c"),
     (EXPECTED[2].0, FileType::Q4KM, "b5fcce62dee8b206fa1aa91d063713452cd6deffec02df63d0a147c5c238d51d"),
+    (EXPECTED[2].0, FileType::Q5KM, "4d759088a63c8839650ba551281377e4e445720be4311f483665d81f92aae495"),
+    (EXPECTED[2].0, FileType::Q6K, "19985c4c38b936ab49fb1e500818df5a61f5414a95e8c4de399f520d79e791c7"),
+    (EXPECTED[2].0, FileType::Q8_0, "0b8593dc33150dff1c6055e83bf7a5249fb7a8294ead7fbccf492fcc0681e4cf"),
 ];
 
 /// A file that is quantised again has the tensors, the types and the bytes of llama.cpp's `llama_model_quantize` on the same values
