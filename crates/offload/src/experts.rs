@@ -67,7 +67,7 @@ use models::{ExpertSlot, Llama};
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Result, refused};
-use cache::Cache;
+use cache::{Cache, StoredExperts};
 use in_files::LayerExperts;
 use loads::Streamed;
 
@@ -151,7 +151,8 @@ impl ExpertConfig {
         if layers.is_empty() {
             return Err(refused("experts", "the model has no mixture of experts; leave out their streaming"));
         }
-        Cache::new(layers, self.cache)
+        let boxed = |layer| -> Box<dyn StoredExperts> { Box::new(layer) };
+        Cache::new(layers.into_iter().map(boxed).collect(), self.cache)
     }
 }
 

@@ -1,7 +1,9 @@
 //! The slots of all layers, and the thread that reads experts into them.
 
+use std::any::Any;
 use std::collections::{HashMap, VecDeque};
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -10,11 +12,26 @@ use parking_lot::{Condvar, Mutex, MutexGuard};
 use tch::{Device, Kind, Tensor};
 
 use super::ExpertCounters;
-use super::in_files::LayerExperts;
 use crate::error::{Error, Result, refused};
 
 /// A layer and an expert of it.
 pub(super) type Key = (usize, usize);
+
+/// The experts of a layer, in files.
+pub(super) trait StoredExperts: Send + Sync {
+    /// Number of experts.
+    fn count(&self) -> usize;
+    /// Bytes of an expert in a slot.
+    fn slot_bytes(&self) -> u64;
+    /// Bytes that [`StoredExperts::read`] reads.
+    fn read_bytes(&self) -> u64;
+    /// Refuses an expert whose values are not the file's any more, or that is to be trained.
+    fn check(&self, expert: usize) -> Result<()>;
+    /// Reads an expert into a slot.
+    fn read(&self, expert: usize, slot: &Tensor) -> Result<()>;
+    /// Returns the matrices in a slot.
+    fn matrices(&self, slot: &Tensor) -> Result<[Tensor; 3]>;
+}
 
 /// The slots of a model.
 pub(super) struct Cache {
@@ -23,7 +40,7 @@ pub(super) struct Cache {
 }
 
 struct Shared {
-    layers: Vec<LayerExperts>,
+    layers: Vec<Box<dyn StoredExperts>>,
     slot_bytes: u64,
     state: Mutex<State>,
     /// A slot was read or released, a request came, or the model is gone.
@@ -37,8 +54,10 @@ struct State {
     places: HashMap<Key, usize>,
     /// Experts to be read, with the pass that asked for them.
     requests: VecDeque<(u64, Key)>,
-    /// Reads that failed.
-    failed: HashMap<Key, String>,
+    /// Reads that failed, by the passes that waited for them.
+    failed: HashMap<(u64, Key), String>,
+    /// Why the reader's thread ended before the model was gone.
+    reader_failure: Option<String>,
     passes: u64,
     uses: u64,
     counters: ExpertCounters,
@@ -49,19 +68,19 @@ struct Slot {
     bytes: Tensor,
     holds: Option<Key>,
     is_read: bool,
-    /// Uses to come of passes that run; a slot with any is not overwritten.
-    pins: usize,
+    /// The passes that are going to use it; a slot with any is not overwritten.
+    pins: Vec<u64>,
     /// Number of the last use.
     used: u64,
 }
 
 impl Cache {
     /// Creates as many slots as fit into `bytes`, at most one for each expert.
-    pub(super) fn new(layers: Vec<LayerExperts>, bytes: u64) -> Result<Arc<Self>> {
+    pub(super) fn new(layers: Vec<Box<dyn StoredExperts>>, bytes: u64) -> Result<Arc<Self>> {
         /// One that is used while another is read.
         const LEAST: u64 = 2;
-        let slot_bytes = layers.iter().map(LayerExperts::slot_bytes).max().unwrap_or(0).max(1);
-        let experts: usize = layers.iter().map(LayerExperts::count).sum();
+        let slot_bytes = layers.iter().map(|layer| layer.slot_bytes()).max().unwrap_or(0).max(1);
+        let experts: usize = layers.iter().map(|layer| layer.count()).sum();
         let count = (bytes / slot_bytes).min((experts as u64).max(LEAST));
         if count < LEAST {
             let reason = format!(
@@ -72,14 +91,14 @@ impl Cache {
         }
         let slot = || {
             let bytes = Tensor::f_empty([slot_bytes as i64], (Kind::Uint8, Device::Cpu))?;
-            Ok(Slot { bytes, holds: None, is_read: false, pins: 0, used: 0 })
+            Ok(Slot { bytes, holds: None, is_read: false, pins: Vec::new(), used: 0 })
         };
         let slots = (0..count).map(|_| slot()).collect::<Result<_>>()?;
         let state = Mutex::new(State { slots, ..State::default() });
         let shared = Arc::new(Shared { layers, slot_bytes, state, changed: Condvar::new() });
         let reader = {
             let shared = shared.clone();
-            std::thread::Builder::new().name("experts".to_owned()).spawn(move || shared.read_requests())
+            std::thread::Builder::new().name("experts".to_owned()).spawn(move || shared.run())
         };
         let reader =
             reader.map_err(|cause| refused("experts", format!("no thread could be started: {cause}")))?;
@@ -99,7 +118,7 @@ impl Cache {
     }
 
     pub(super) fn experts(&self) -> usize {
-        self.shared.layers.iter().map(LayerExperts::count).sum()
+        self.shared.layers.iter().map(|layer| layer.count()).sum()
     }
 
     /// Begins a pass over experts of a layer: pins those that are in slots, and requests the others. Returns the pass' number, and the
@@ -114,27 +133,32 @@ impl Cache {
         let (present, missing): (Vec<_>, Vec<_>) = keys.partition(|(_, key)| state.places.contains_key(key));
         for (_, key) in &present {
             let slot = state.places[key];
-            state.slots[slot].pins += 1;
+            state.slots[slot].pins.push(pass);
         }
         for (_, key) in &missing {
-            state.failed.remove(key);
             state.requests.push_back((pass, *key));
         }
         self.shared.changed.notify_all();
         Ok((pass, present.into_iter().chain(missing).collect()))
     }
 
-    /// Waits until an expert that the pass has begun with is in its slot, and returns its matrices.
-    pub(super) fn wait(&self, key: Key) -> Result<[Tensor; 3]> {
+    /// Waits until an expert that the pass has begun with is in its slot, which the pass pins, and returns its matrices.
+    pub(super) fn wait(&self, pass: u64, key: Key) -> Result<[Tensor; 3]> {
         let mut state = self.shared.state.lock();
         let mut since = None;
         loop {
-            if let Some(reason) = state.failed.get(&key) {
+            let reason = state.failed.get(&(pass, key)).or(state.reader_failure.as_ref());
+            if let Some(reason) = reason {
                 return Err(Error::Other(format!("offload: experts: {reason}").into()));
             }
             if let Some(&slot) = state.places.get(&key)
                 && state.slots[slot].is_read
             {
+                // Another pass' request brought it before this one's was served.
+                if let Some(at) = state.requests.iter().position(|request| *request == (pass, key)) {
+                    state.requests.remove(at);
+                    state.slots[slot].pins.push(pass);
+                }
                 if let Some(since) = since {
                     state.counters.waited += Instant::elapsed(&since);
                 }
@@ -145,59 +169,66 @@ impl Cache {
         }
     }
 
-    /// Ends the use of an expert that was waited for.
-    pub(super) fn release(&self, key: Key) {
+    /// Ends a pass' use of an expert that it waited for.
+    pub(super) fn release(&self, pass: u64, key: Key) {
         let mut state = self.shared.state.lock();
-        state.unpin(key);
+        state.unpin(pass, key);
         self.shared.changed.notify_all();
     }
 
-    /// Gives up experts of a pass that were not waited for.
+    /// Gives up experts of a pass that were not waited for, or whose read failed.
     pub(super) fn cancel(&self, pass: u64, keys: impl Iterator<Item = Key>) {
         let mut state = self.shared.state.lock();
         for key in keys {
-            let before = state.requests.len();
             state.requests.retain(|request| *request != (pass, key));
-            if state.requests.len() == before {
-                state.unpin(key);
-            }
+            state.failed.remove(&(pass, key));
+            state.unpin(pass, key);
         }
         self.shared.changed.notify_all();
     }
 }
 
 impl State {
-    /// Takes a pass' pin from an expert; none is left of a read that failed.
-    fn unpin(&mut self, key: Key) {
+    /// Takes a pass' pin from an expert, if it has one: none is left of a read that failed.
+    fn unpin(&mut self, pass: u64, key: Key) {
         self.uses += 1;
         if let Some(&slot) = self.places.get(&key) {
             let slot = &mut self.slots[slot];
-            (slot.pins, slot.used) = (slot.pins.saturating_sub(1), self.uses);
+            slot.pins.retain(|pin| *pin != pass);
+            slot.used = self.uses;
         }
     }
 
     /// Returns the slot without a pin that was used longest ago.
     fn free_slot(&self) -> Option<usize> {
-        let free = self.slots.iter().enumerate().filter(|(_, slot)| slot.pins == 0);
+        let free = self.slots.iter().enumerate().filter(|(_, slot)| slot.pins.is_empty());
         free.min_by_key(|(_, slot)| (slot.holds.is_some(), slot.used)).map(|(number, _)| number)
     }
 }
 
 impl Shared {
-    /// The reader's thread: reads one request after the other into the next free slot.
+    /// The reader's thread. Who waits for it learns of a panic.
+    fn run(&self) {
+        if let Err(panic) = catch_unwind(AssertUnwindSafe(|| self.read_requests())) {
+            self.state.lock().reader_failure = Some(described(&*panic));
+            self.changed.notify_all();
+        }
+    }
+
+    /// Reads one request after the other into the next free slot.
     fn read_requests(&self) {
         let mut state = self.state.lock();
         loop {
             if state.closed {
                 return;
             }
-            let Some(&(_, key)) = state.requests.front() else {
+            let Some(&(pass, key)) = state.requests.front() else {
                 self.changed.wait(&mut state);
                 continue;
             };
             // Another pass may have asked for it before.
             if let Some(&slot) = state.places.get(&key) {
-                state.slots[slot].pins += 1;
+                state.slots[slot].pins.push(pass);
                 state.requests.pop_front();
                 self.changed.notify_all();
                 continue;
@@ -207,19 +238,23 @@ impl Shared {
                 continue;
             };
             state.requests.pop_front();
-            self.read(&mut state, key, slot);
+            self.read(&mut state, (pass, key), slot);
         }
     }
 
-    fn read(&self, state: &mut MutexGuard<'_, State>, key: Key, slot: usize) {
+    fn read(&self, state: &mut MutexGuard<'_, State>, (pass, key): (u64, Key), slot: usize) {
         if let Some(old) = state.slots[slot].holds.replace(key) {
             state.places.remove(&old);
         }
         state.places.insert(key, slot);
-        (state.slots[slot].is_read, state.slots[slot].pins) = (false, 1);
+        (state.slots[slot].is_read, state.slots[slot].pins) = (false, vec![pass]);
         let bytes = state.slots[slot].bytes.shallow_clone();
         let (layer, expert) = key;
-        let result = MutexGuard::unlocked(state, || self.layers[layer].read(expert, &bytes));
+        let read = || {
+            catch_unwind(AssertUnwindSafe(|| self.layers[layer].read(expert, &bytes)))
+                .unwrap_or_else(|panic| Err(refused("experts", described(&*panic))))
+        };
+        let result = MutexGuard::unlocked(state, read);
         match result {
             Ok(()) => {
                 state.slots[slot].is_read = true;
@@ -228,12 +263,22 @@ impl Shared {
             }
             Err(error) => {
                 state.places.remove(&key);
-                (state.slots[slot].holds, state.slots[slot].pins) = (None, 0);
-                state.failed.insert(key, error.to_string());
+                state.slots[slot].holds = None;
+                // Also those that began with it while it was read. Others ask again.
+                for pass in std::mem::take(&mut state.slots[slot].pins) {
+                    state.failed.insert((pass, key), error.to_string());
+                }
             }
         }
         self.changed.notify_all();
     }
+}
+
+/// Describes a panic of the reader's thread.
+fn described(panic: &(dyn Any + Send)) -> String {
+    let text = panic.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message");
+    format!("the thread that reads experts panicked: {text}; this is a fault of the program")
 }
 
 impl Drop for Cache {
@@ -251,3 +296,6 @@ impl fmt::Debug for Cache {
         f.debug_struct("Cache").field("slots", &self.slots()).finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests;

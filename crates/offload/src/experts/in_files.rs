@@ -10,6 +10,7 @@ use parking_lot::Mutex;
 use runtime::file;
 use tch::{Device, Tensor};
 
+use super::cache::StoredExperts;
 use crate::error::{self, Result, refused};
 use crate::layout::{Layout, view};
 use crate::storage::{own_folder, write_file};
@@ -114,18 +115,18 @@ impl LayerExperts {
         let experts = std::iter::from_fn(|| Some([all.next()?, all.next()?, all.next()?])).collect();
         Ok(Self { name: name.to_owned(), layout, experts })
     }
+}
 
-    pub(super) fn count(&self) -> usize {
+impl StoredExperts for LayerExperts {
+    fn count(&self) -> usize {
         self.experts.len()
     }
 
-    /// Bytes of an expert in a slot.
-    pub(super) fn slot_bytes(&self) -> u64 {
+    fn slot_bytes(&self) -> u64 {
         self.layout.bytes as u64
     }
 
-    /// Refuses an expert whose values are not the file's any more, or that is to be trained.
-    pub(super) fn check(&self, expert: usize) -> Result<()> {
+    fn check(&self, expert: usize) -> Result<()> {
         let matrices = self.experts.get(expert);
         let matrices =
             matrices.ok_or_else(|| refused("experts", format!("`{}` has no {expert}", self.name)))?;
@@ -149,8 +150,7 @@ impl LayerExperts {
         Ok(())
     }
 
-    /// Reads an expert into a slot.
-    pub(super) fn read(&self, expert: usize, slot: &Tensor) -> Result<()> {
+    fn read(&self, expert: usize, slot: &Tensor) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         for (matrix, target) in self.experts[expert].iter().zip(self.layout.views(slot)?) {
             file::read_into(&matrix.file, &matrix.path, matrix.offset, &target)?;
@@ -158,13 +158,11 @@ impl LayerExperts {
         Ok(())
     }
 
-    /// Bytes that [`LayerExperts::read`] reads.
-    pub(super) fn read_bytes(&self) -> u64 {
+    fn read_bytes(&self) -> u64 {
         self.layout.extents.iter().map(|extent| extent.range.len() as u64).sum()
     }
 
-    /// Returns the matrices in a slot.
-    pub(super) fn matrices(&self, slot: &Tensor) -> Result<[Tensor; 3]> {
+    fn matrices(&self, slot: &Tensor) -> Result<[Tensor; 3]> {
         let at = |index: usize| view(slot, 0, &self.layout.extents[index]);
         Ok([at(0)?, at(1)?, at(2)?])
     }

@@ -40,7 +40,7 @@ struct Loads {
 impl Loads {
     fn release(&mut self) {
         if let Some(key) = self.current.take() {
-            self.cache.release(key);
+            self.cache.release(self.pass, key);
         }
     }
 }
@@ -49,7 +49,7 @@ impl ExpertLoads for Loads {
     fn next(&mut self) -> Result<Option<(usize, [Tensor; 3])>> {
         self.release();
         let Some(&(number, key)) = self.left.front() else { return Ok(None) };
-        let matrices = self.cache.wait(key)?;
+        let matrices = self.cache.wait(self.pass, key)?;
         self.left.pop_front();
         self.current = Some(key);
         Ok(Some((number, matrices)))
