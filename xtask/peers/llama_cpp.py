@@ -62,7 +62,8 @@ CASES = {
     ),
     "llama linear": (LlamaConfig, rope(1e4, "linear", factor=4.0), None, SHORT),
     "llama yarn": (LlamaConfig, rope(1e4, "yarn", factor=4.0, original_max_position_embeddings=64), None, SHORT),
-    "mistral": (MistralConfig, dict(**rope(), head_dim=32, sliding_window=None), ATTENTION, SHORT),
+    # Of an adapted embedding llama.cpp looks up rows of A, where the head is not tied to it.
+    "mistral": (MistralConfig, dict(**rope(), head_dim=32, sliding_window=None), ATTENTION + ["embed_tokens"], SHORT),
     "granite": (
         GraniteConfig,
         dict(**rope(), attention_multiplier=0.2, embedding_multiplier=3.0, residual_multiplier=0.4, logits_scaling=2.0),

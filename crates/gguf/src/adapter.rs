@@ -4,6 +4,9 @@
 //! fp32 beside `adapter.lora.alpha`; llama.cpp takes s = α/r with the rank r of each tensor. Other scales (rsLoRA's α/√r, and those of
 //! `alpha_pattern`) are multiplied into B. The rows of B are ordered as those of W, so they are interleaved for q and k of llama.
 //!
+//! Of an adapted embedding E + s·(B·A)ᵀ, with A of shape `[r, vocabulary]` and B of `[hidden, r]`, llama.cpp looks up rows of Aᵀ, which is
+//! what the file has. Where the head is tied to the embedding, llama.cpp multiplies by this A for the logits too, and aborts: refused.
+//!
 //! Such a file holds products of two matrices on an unchanged base. Anything else is refused: DoRA, modules that are trained in full,
 //! biases, and initialisations that change the base (PiSSA, OLoRA).
 
@@ -25,6 +28,9 @@ use crate::writer::TensorInfo;
 
 /// PEFT's prefix of tensors.
 const PREFIX: &str = "base_model.model.";
+/// The names of the embedding and of the head as modules.
+const EMBEDDING: &str = "model.embed_tokens";
+const HEAD: &str = "lm_head";
 const EXPORT_MERGED: &str = "merge it into the model, and export that as GGUF";
 
 /// The scale of one adapted projection, as PEFT computes it: given its name, such as `model.layers.0.self_attn.q_proj`, and its rank.
@@ -55,25 +61,26 @@ impl Adapter {
         check(&config)?;
         let alpha = config.optional_number("lora_alpha")?.unwrap_or(8.0);
         let tensors = Tensors::of_file(&folder.join("adapter_model.safetensors"))?;
-        let is_of_head = |name: &str| name.strip_prefix(PREFIX).unwrap_or(name).starts_with("lm_head.");
-        if tensors.names().any(is_of_head) {
-            check_head(&fields, family, base)?;
-        }
+        let adapts = |module: &str| {
+            let begin = format!("{module}.");
+            tensors.names().any(|name| name.strip_prefix(PREFIX).unwrap_or(name).starts_with(&begin))
+        };
+        check_outer(&fields, family, base, &adapts)?;
         Ok(Self { folder: folder.to_owned(), name: name_of(folder), alpha, family, sizes, tensors })
     }
 
-    /// Checks before a training whether its adapter can be converted: by the text of its `adapter_config.json`, whether it adapts the
-    /// head, and the folder of its model.
+    /// Checks before a training whether its adapter can be converted: by the text of its `adapter_config.json`, whether it adapts a module
+    /// (`lm_head`, `model.embed_tokens`), and the folder of its model.
     ///
     /// # Errors
     /// As [`Adapter::open`].
-    pub fn check_before(config: &str, adapts_head: bool, base: &Path) -> Result<()> {
+    pub fn check_before(config: &str, adapts: &dyn Fn(&str) -> bool, base: &Path) -> Result<()> {
         let path = PathBuf::from("adapter_config.json");
         let fields = serde_json::from_str(config).map_err(|cause| file_error(&path, cause.to_string()))?;
         check(&Fields { path, fields })?;
         let fields = Fields::read_config(&base.join("config.json"))?;
         let family = Family::from_config(&fields)?;
-        if adapts_head { check_head(&fields, family, base) } else { Ok(()) }
+        check_outer(&fields, family, base, adapts)
     }
 
     /// Sets the name in the file, `general.name`, which is the folder's otherwise.
@@ -94,9 +101,9 @@ impl Adapter {
                 // PEFT's copy of the base's weight beside an adapter of the head.
                 continue;
             }
-            let half = [".lora_A.weight", ".lora_B.weight"]
+            let half = [".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B"]
                 .into_iter()
-                .zip(0..)
+                .zip([0, 1, 0, 1])
                 .find_map(|(suffix, half)| Some((module.strip_suffix(suffix)?, half)));
             let Some((module, half)) = half else {
                 return Err(unsupported("a tensor of an adapter", format!("`{name}`"), EXPORT_MERGED));
@@ -132,8 +139,7 @@ impl Adapter {
 
     fn pair(&self, module: &str, a: &str, b: &str, alpha: f64, scale: Scale<'_>) -> Result<[Planned; 2]> {
         let weight = format!("{module}.weight");
-        let target =
-            gguf_name(self.family, &self.sizes, &weight).filter(|_| !module.ends_with("embed_tokens"));
+        let target = gguf_name(self.family, &self.sizes, &weight);
         let (Some(target), Some(shape)) = (target, tensor_shape(&self.sizes, &weight)) else {
             return Err(unsupported("an adapter", format!("of `{module}`"), EXPORT_MERGED));
         };
@@ -141,7 +147,9 @@ impl Adapter {
             return Err(file_error(&self.folder, format!("`{module}` has only one of lora_A and lora_B")));
         };
         let rank = first.shape.first().copied().unwrap_or(0);
-        if rank == 0 || first.shape != [rank, shape[1]] || second.shape != [shape[0], rank] {
+        let is_embedding = module == EMBEDDING;
+        let [outputs, inputs] = if is_embedding { [shape[1], shape[0]] } else { [shape[0], shape[1]] };
+        if rank == 0 || first.shape != [rank, inputs] || second.shape != [outputs, rank] {
             return Err(file_error(
                 &self.folder,
                 format!(
@@ -161,9 +169,20 @@ impl Adapter {
             },
             values: Values::Stored { location: location.clone(), rows },
         };
+        // The columns of A are ordered as those of W, the rows of B as its rows.
+        let mut a = planned("a", &first.shape, first, Rows { value_columns, ..Rows::default() });
+        if is_embedding {
+            a.info.shape = vec![inputs, rank];
+            let values = self.tensors.values(first, 0..rank * inputs)?;
+            let columns = 0..inputs as usize;
+            a.values = Values::Computed(
+                columns
+                    .flat_map(|column| values[column..].iter().step_by(inputs as usize).copied())
+                    .collect(),
+            );
+        }
         Ok([
-            // The columns of A are ordered as those of W, the rows of B as its rows.
-            planned("a", &first.shape, first, Rows { value_columns, ..Rows::default() }),
+            a,
             planned(
                 "b",
                 &second.shape,
@@ -179,12 +198,17 @@ fn name_of(folder: &Path) -> String {
     folder.file_name().map_or_else(|| "adapter".to_owned(), |name| name.to_string_lossy().into_owned())
 }
 
-/// Refuses an adapter of a head that the model's GGUF file has only as the embedding.
-fn check_head(config: &Fields, family: &Family, base: &Path) -> Result<()> {
+/// Refuses an adapter of the head or of the embedding where the model's GGUF file has one matrix for both.
+fn check_outer(config: &Fields, family: &Family, base: &Path, adapts: &dyn Fn(&str) -> bool) -> Result<()> {
+    let of_which = match (adapts(HEAD), adapts(EMBEDDING)) {
+        (true, _) => "of `lm_head`, which is tied to the embedding",
+        (_, true) => "of `embed_tokens`, to which the head is tied",
+        _ => return Ok(()),
+    };
     if family.head_required || !ties(config, family, &mut Tensors::of_model(base)?)? {
         return Ok(());
     }
-    Err(unsupported("an adapter in GGUF", "of `lm_head`, which is tied to the embedding", EXPORT_MERGED))
+    Err(unsupported("an adapter in GGUF", of_which, EXPORT_MERGED))
 }
 
 /// Refuses adapters that are more than two matrices for each projection.

@@ -39,9 +39,11 @@ fn notes(config: &Config, folder: &Folder) -> Vec<String> {
              family's logits with the embedding"
                 .to_owned(),
         );
-    } else if let Err(error) =
-        gguf::Adapter::check_before(&adapter.to_json(), adapter.adapts(HEAD).unwrap_or(false), folder.path())
-    {
+    } else if let Err(error) = gguf::Adapter::check_before(
+        &adapter.to_json(),
+        &|module| adapter.adapts(module).unwrap_or(false),
+        folder.path(),
+    ) {
         notes.push(format!(
             "note: the adapter alone cannot be exported as GGUF (`--format gguf-lora`): {error}"
         ));

@@ -4,7 +4,7 @@ use expect_test::{Expect, expect};
 use gguf::{Adapter, Value};
 use serde_json::json;
 
-use crate::tiny_model::{HEAD, HEADS, HIDDEN, KEYS, Tiny, value, values, write_tensors, written};
+use crate::tiny_model::{HEAD, HEADS, HIDDEN, KEYS, ROWS, Tiny, value, values, write_tensors, written};
 
 const RANK: u64 = 4;
 
@@ -97,6 +97,45 @@ fn other_scales_are_multiplied_into_b() {
         product(1, scale, "attn_q");
         product(3, alpha / 4.0, "attn_k");
     }
+}
+
+/// llama.cpp looks up rows of A, so the file has Aᵀ; with a tied head it would multiply by A for the logits.
+#[test]
+fn an_adapter_of_an_embedding_has_a_row_of_a_for_each_token() {
+    let of_embedding = |family: &str| {
+        let tiny = Tiny::of(family);
+        adapter(&tiny, json!({}));
+        let name = |half: &str| format!("base_model.model.model.embed_tokens.lora_embedding_{half}");
+        write_tensors(
+            &tiny.path("adapter/adapter_model.safetensors"),
+            &[(name("A"), vec![RANK, ROWS]), (name("B"), vec![HIDDEN, RANK])],
+        );
+        tiny
+    };
+    let tiny = of_embedding("llama");
+    let conversion = open(&tiny).unwrap();
+    let conversion = conversion.convert(&|_, _| Ok(3.0)).unwrap();
+    let file = written(&conversion, &tiny.path("adapter.gguf"));
+    let shapes: Vec<(&str, &[u64])> =
+        file.header().tensors.iter().map(|tensor| (&*tensor.name, &*tensor.shape)).collect();
+    assert_eq!(
+        shapes,
+        [("token_embd.weight.lora_a", &[ROWS, RANK][..]), ("token_embd.weight.lora_b", &[HIDDEN, RANK])]
+    );
+    for (at, x) in (0u64..).zip(values(&file, "token_embd.weight.lora_a")) {
+        let (token, r) = (at / RANK, at % RANK);
+        assert_eq!(x, value(0, r * ROWS + token), "{token} {r}");
+    }
+    let b = values(&file, "token_embd.weight.lora_b");
+    assert!((0u64..).zip(b).all(|(at, x)| x == value(1, at)));
+
+    // This family is tied.
+    let error = open(&of_embedding("qwen2")).map(drop).unwrap_err().to_string();
+    assert!(
+        error
+            .starts_with("an adapter in GGUF is not supported: of `embed_tokens`, to which the head is tied"),
+        "{error}"
+    );
 }
 
 #[test]
