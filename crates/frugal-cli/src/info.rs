@@ -152,9 +152,12 @@ fn of_adapter(arguments: &Info, path: &Path) -> anyhow::Result<Vec<Line>> {
 
 /// Targets as text.
 fn targets(config: &LoraConfig) -> String {
-    match &config.target_modules {
-        None => "q_proj, v_proj".to_owned(),
-        Some(lora::Names::Pattern(pattern)) => format!("`{pattern}`"),
-        Some(lora::Names::List(names)) => names.join(", "),
-    }
+    let parameters = config.target_parameters.clone().unwrap_or_default();
+    let modules = match &config.target_modules {
+        None if parameters.is_empty() => vec!["q_proj, v_proj".to_owned()],
+        None => Vec::new(),
+        Some(lora::Names::Pattern(pattern)) => vec![format!("`{pattern}`")],
+        Some(lora::Names::List(names)) => names.clone(),
+    };
+    modules.into_iter().chain(parameters).collect::<Vec<_>>().join(", ")
 }

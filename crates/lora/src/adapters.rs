@@ -13,17 +13,18 @@ use std::sync::Arc;
 use models::module::{Module, parameters};
 use parking_lot::Mutex;
 use runtime::random::Generator;
-use tch::Tensor;
+use tch::{Device, Kind, Tensor};
 
 use crate::adapter::Adapter;
 use crate::config::LoraConfig;
 use crate::embedding::{EmbeddingAdapter, LoraEmbedding};
 use crate::error::{Error, Result, listed};
+use crate::experts::{self, ExpertAdapter, LoraExperts};
 use crate::linear::{DEFAULT, LoraLinear};
 use crate::switch::{Setting, Switch};
 pub use merge::Unloaded;
 use modules_to_save::Whole;
-use plan::{AdapterPlan, PlannedWhole};
+use plan::{AdapterPlan, PlannedExperts, PlannedWhole};
 use slots::put_in;
 use survey::{Survey, refuse_foreign};
 use token_rows::TokenParts;
@@ -59,6 +60,7 @@ pub struct Adapters {
     switch: Arc<Switch>,
     sites: Vec<Site>,
     embeddings: Vec<EmbeddingSite>,
+    experts: Vec<ExpertSite>,
     wholes: Arc<Mutex<Vec<Whole>>>,
     /// Embedding and head whose rows of some tokens are trained; the rows are among `wholes`.
     token_parts: Vec<TokenParts>,
@@ -93,6 +95,19 @@ struct EmbeddingSite {
     layer: LoraEmbedding,
 }
 
+/// The adapted experts of a layer.
+#[derive(Debug)]
+struct ExpertSite {
+    path: String,
+    name: String,
+    /// The model's own matrices.
+    matrices: Vec<[Tensor; 3]>,
+    /// Whether they were streamed from files when the adapters were installed.
+    is_streamed: bool,
+    /// Shares all tensors with the change in the model.
+    layer: LoraExperts,
+}
+
 impl LoraConfig {
     /// Freezes `model` and installs an adapter called `default`, initialised from [`LoraConfig::seed`].
     ///
@@ -111,6 +126,7 @@ impl LoraConfig {
             switch: Arc::default(),
             sites: Vec::new(),
             embeddings: Vec::new(),
+            experts: Vec::new(),
             wholes: Arc::default(),
             token_parts: Vec::new(),
             configs: Vec::new(),
@@ -151,10 +167,12 @@ impl Adapters {
         self.not_merged("add an adapter")?;
         let survey = Survey::of(model)?;
         let known = self.sites.iter().map(|site| &*site.path);
-        let known: Vec<&str> = known.chain(self.embeddings.iter().map(|site| &*site.path)).collect();
+        let known = known.chain(self.embeddings.iter().map(|site| &*site.path));
+        let known: Vec<&str> = known.chain(self.experts.iter().map(|site| &*site.path)).collect();
         refuse_foreign(&survey, &known)?;
         let plan = AdapterPlan::new(&survey, config)?;
         token_rows::refuse_other_tokens(&self.token_parts, &plan.token_parts)?;
+        self.refuse_other_experts(&plan)?;
         for whole in self.wholes.lock().iter() {
             let overlaps = |planned: &PlannedWhole| {
                 planned.paths != whole.paths && planned.paths.iter().any(|path| whole.paths.contains(path))
@@ -167,6 +185,22 @@ impl Adapters {
             }
         }
         Ok(plan)
+    }
+
+    /// Refuses adapters of experts beside those of other tensors, as PEFT does: their names in a file depend on what is adapted.
+    fn refuse_other_experts(&self, plan: &AdapterPlan) -> Result<()> {
+        for planned in &plan.experts {
+            let Some(site) = self.experts.iter().find(|site| site.path == planned.path) else { continue };
+            if let Some(first) = site.layer.adapters().first()
+                && site.layer.tensors_of(&first.name) != planned.tensors()
+            {
+                return Err(Error::Invalid(format!(
+                    "adapters of the experts `{}` adapt the same tensors of them; give each the same `target_parameters` as `{}` has",
+                    site.name, first.name
+                )));
+            }
+        }
+        Ok(())
     }
 
     pub(crate) fn place(
@@ -197,6 +231,24 @@ impl Adapters {
             };
             let layer = &mut self.embeddings[at].layer;
             layer.push(EmbeddingAdapter::new(name, &layer.base_weight(), &planned.options, &mut generator)?);
+        }
+        for planned in plan.experts {
+            let shape = experts::shape_of(&planned.matrices);
+            let options = planned.matrices.first().map(|[gate, ..]| (gate.kind(), gate.device()));
+            let at = match self.experts.iter().position(|known| known.path == planned.path) {
+                Some(at) => at,
+                None => {
+                    let layer = LoraExperts::new(planned.in_turns, self.switch.clone());
+                    let PlannedExperts { path, name, matrices, is_streamed, .. } = planned;
+                    self.experts.push(ExpertSite { path, name, matrices, is_streamed, layer });
+                    self.experts.len() - 1
+                }
+            };
+            let layer = &mut self.experts[at].layer;
+            for (of, of_tensor) in planned.adapted {
+                let place = (shape, options.unwrap_or((Kind::Float, Device::Cpu)));
+                layer.push(ExpertAdapter::new(name, of, place, &of_tensor, &mut generator)?);
+            }
         }
         for parts in plan.token_parts {
             if !self.token_parts.contains(&parts) {
@@ -229,7 +281,13 @@ impl Adapters {
             self.sites[at].layer.push(adapter)?;
         }
         self.configs.push((name.to_owned(), config.clone()));
-        put_in(model, &self.sites, &self.wholes.lock(), &self.token_parts, &self.embeddings)?;
+        put_in(
+            model,
+            &self.sites,
+            &self.wholes.lock(),
+            &self.token_parts,
+            (&self.embeddings, &self.experts),
+        )?;
         self.applied()
     }
 
@@ -253,7 +311,12 @@ impl Adapters {
     /// Returns Hugging Face's names of the adapted projections.
     pub fn targets(&self) -> Vec<String> {
         let embeddings = self.embeddings.iter().map(|site| site.name.clone());
-        self.sites.iter().map(|site| site.name.clone()).chain(embeddings).collect()
+        let experts = self.experts.iter().flat_map(|site| {
+            let first = site.layer.adapters().first();
+            let tensors = first.map(|first| site.layer.tensors_of(&first.name)).unwrap_or_default();
+            tensors.into_iter().map(|of| format!("{}.{}", site.name, of.name()))
+        });
+        self.sites.iter().map(|site| site.name.clone()).chain(embeddings).chain(experts).collect()
     }
 
     /// Returns the names of the active adapters.
@@ -299,6 +362,12 @@ impl Adapters {
                 let _ = tensor.f_set_requires_grad(trained)?;
             }
         }
+        for adapter in self.experts.iter().flat_map(|site| site.layer.adapters()) {
+            let trained = setting.active.contains(&adapter.name);
+            for (_, tensor) in adapter.tensors() {
+                let _ = tensor.f_set_requires_grad(trained)?;
+            }
+        }
         self.wholes.lock().iter_mut().try_for_each(|whole| whole.show(&setting))
     }
 
@@ -327,10 +396,19 @@ impl Adapters {
         for site in &mut self.embeddings {
             site.layer.remove(name);
         }
+        for site in &mut self.experts {
+            site.layer.remove(name);
+        }
         self.wholes.lock().iter_mut().for_each(|whole| whole.remove(name));
         self.configs.retain(|(known, _)| known != name);
         self.copies.retain(|(known, _)| known != name);
-        put_in(model, &self.sites, &self.wholes.lock(), &self.token_parts, &self.embeddings)
+        put_in(
+            model,
+            &self.sites,
+            &self.wholes.lock(),
+            &self.token_parts,
+            (&self.embeddings, &self.experts),
+        )
     }
 
     /// Returns the number of an adapter's parameters, including modules that it saves whole.
@@ -369,6 +447,15 @@ impl Adapters {
             for adapter in site.layer.adapters().iter().filter(|adapter| adapter.name == name) {
                 for (part, tensor) in adapter.tensors() {
                     list.push((format!("{}.{part}", site.name), tensor.shallow_clone()));
+                }
+            }
+        }
+        for site in &self.experts {
+            let tensors = site.layer.tensors_of(name);
+            for adapter in site.layer.adapters().iter().filter(|adapter| adapter.name == name) {
+                let key = experts::key(&site.name, adapter.to, &tensors);
+                for (part, tensor) in adapter.tensors() {
+                    list.push((format!("{key}.{part}.weight"), tensor.shallow_clone()));
                 }
             }
         }

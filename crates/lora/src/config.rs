@@ -114,8 +114,11 @@ pub struct LoraConfig {
     /// The initialisation of A and B, in PEFT's values: `true`, `false`, `"gaussian"`, `"pissa"`, `"olora"`, `"orthogonal"`.
     /// See [`Init`].
     pub init_lora_weights: Value,
-    /// Modules to adapt; `None` for q_proj and v_proj, as in PEFT, or qkv_proj in Phi-3.
+    /// Modules to adapt; `None` for q_proj and v_proj, as in PEFT, or qkv_proj in Phi-3, unless there are `target_parameters`.
     pub target_modules: Option<Names>,
+    /// Tensors of all experts of a mixture's layer to adapt, by the ends of their names: `mlp.experts.gate_up_proj`,
+    /// `mlp.experts.down_proj`. With `target_modules` of `None` nothing else is adapted. Excluded modules and layers do not concern them.
+    pub target_parameters: Option<Vec<String>>,
     /// Modules to exclude from the targets.
     pub exclude_modules: Option<Names>,
     /// Only these layers, if the targets are a list.
@@ -158,6 +161,7 @@ impl Default for LoraConfig {
             use_dora: false,
             init_lora_weights: Value::Bool(true),
             target_modules: None,
+            target_parameters: None,
             exclude_modules: None,
             layers_to_transform: None,
             layers_pattern: None,

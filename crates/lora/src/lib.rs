@@ -8,6 +8,7 @@
 //! | [`LoraLinear`], [`LoraLinearConfig`] | one projection with an adapter, in any model |
 //! | [`Adapters`], [`LoraConfig`] | adapters of a whole model: install by name, switch, merge, save |
 //! | [`Init`] | initialisation: Kaiming, Gaussian, PiSSA, OLoRA, orthogonal |
+//! | [`LoraConfig::target_parameters`] | adapters on the experts of a mixture |
 //! | [`TokenIndices`] | rows of new tokens, which are trained alone and replace those of the embedding and the head |
 //! | [`peft`] | `adapter_config.json` and `adapter_model.safetensors`, reading and writing |
 //!
@@ -59,6 +60,7 @@ mod config;
 mod dora;
 mod embedding;
 mod error;
+mod experts;
 mod linear;
 mod matches;
 mod options;

@@ -8,8 +8,9 @@ use serde_json::{Map, Value};
 
 use crate::config::{Layers, LoraConfig, Names};
 use crate::error::{Result, no_match, no_target, option};
-use crate::targets::{EMBEDDING, Targets, compile, in_list, is_all_linear, projections};
+use crate::targets::{EMBEDDING, Targets, compile, expert_tensors, in_list, is_all_linear, projections};
 
+const EXPERTS: &str = "the tensors of the model's experts";
 const PROJECTIONS: &str = "the model's projections";
 const ADAPTED: &str = "the adapted projections";
 
@@ -29,8 +30,19 @@ impl LoraConfig {
             all.push((EMBEDDING.to_owned(), [model.vocab_size, model.hidden_size]));
         }
         let names: Vec<String> = all.iter().map(|(name, _)| name.clone()).collect();
-        let adapted: Vec<String> =
+        let of_experts = expert_tensors(model);
+        let parameters: Vec<String> = of_experts.iter().map(|(name, ..)| name.clone()).collect();
+        for entry in self.target_parameters.iter().flatten() {
+            let one = std::slice::from_ref(entry);
+            let is_met = parameters.iter().any(|name| in_list(one, name));
+            require(is_met, ("target_parameters", entry), EXPERTS, &parameters)?;
+        }
+        let mut adapted: Vec<String> =
             names.iter().filter(|name| targets.wants(name, *name == "lm_head")).cloned().collect();
+        for (name, shape, of) in of_experts.into_iter().filter(|(name, ..)| targets.wants_parameter(name)) {
+            all.push((name.clone(), shape.widths(of)));
+            adapted.push(name);
+        }
         if adapted.is_empty() {
             return Err(no_target(&targets.described(), &names));
         }

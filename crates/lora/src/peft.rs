@@ -15,11 +15,28 @@ pub use folder::{LazyTensors, PREFIX, write_folder};
 
 use std::path::Path;
 
-use models::strict_json;
+use models::{ExpertTensor, strict_json};
 use serde_json::{Map, Value, json};
 
 use crate::config::LoraConfig;
 use crate::error::{Error, Result, unsupported};
+use crate::experts;
+
+/// Returns PEFT's name of an adapter's tensor of experts, `experts.base_layer.lora_A.weight`, for the model's name,
+/// `experts.gate_up_proj.lora_A.weight`, and any other name as it is. `exists` says which names of the model's there are beside it.
+pub fn name_of_experts(name: &str, exists: &dyn Fn(&str) -> bool) -> String {
+    for of in ExpertTensor::ALL {
+        let Some((experts, rest)) = name.split_once(&format!(".{}.lora_", of.name())) else { continue };
+        if !experts.ends_with(".experts") {
+            continue;
+        }
+        let is_adapted =
+            |of: &ExpertTensor| exists(&format!("{experts}.{}.lora_{rest}", of.name()));
+        let adapted: Vec<ExpertTensor> = ExpertTensor::ALL.into_iter().filter(is_adapted).collect();
+        return format!("{}.lora_{rest}", experts::key(experts, of, &adapted));
+    }
+    name.to_owned()
+}
 
 /// File name of the configuration.
 pub const CONFIG_FILE: &str = "adapter_config.json";
@@ -27,7 +44,7 @@ pub const CONFIG_FILE: &str = "adapter_config.json";
 pub const TENSORS_FILE: &str = "adapter_model.safetensors";
 
 /// Fields that change the computation if set.
-const UNSUPPORTED: [&str; 13] = [
+const UNSUPPORTED: [&str; 12] = [
     "alora_invocation_tokens",
     "arrow_config",
     "kasa_config",
@@ -35,7 +52,6 @@ const UNSUPPORTED: [&str; 13] = [
     "lora_bias",
     "megatron_config",
     "monteclora_config",
-    "target_parameters",
     "use_bdlora",
     "use_qalora",
     "velora_config",
@@ -64,7 +80,6 @@ fn others() -> Value {
         "peft_version": "0.21.2",
         "qalora_group_size": 16,
         "revision": null,
-        "target_parameters": null,
         "task_type": "CAUSAL_LM",
         "use_bdlora": null,
         "use_qalora": false,
@@ -86,7 +101,8 @@ impl LoraConfig {
                 "projections here are [out, in]; set it to false",
             ));
         }
-        self.options("").map(drop)
+        let options = self.options("")?;
+        if self.adapts_parameters() { experts::refuse(&options) } else { Ok(()) }
     }
 }
 

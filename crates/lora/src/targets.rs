@@ -4,12 +4,13 @@
 //! for whole names. Modules that are excluded or saved whole are never adapted. Regular expressions are those of the `fancy-regex`
 //! crate, which has Python's look-around and back-references.
 
-use models::{DecoderConfig, hugging_face};
+use models::{DecoderConfig, ExpertTensor, hugging_face};
 use serde_json::{Map, Value};
 
 use crate::adapters::token_rows::{TokenGroup, token_groups};
 use crate::config::{Layers, LoraConfig, Names};
 use crate::error::{Error, Result, no_target, option, unsupported};
+use crate::experts::{self, ExpertShape};
 use crate::options::LoraLinearConfig;
 
 /// Hugging Face's name of a decoder's embedding.
@@ -51,7 +52,11 @@ impl<'a> Targets<'a> {
                 |pattern: &String| compile(pattern, &format!(r"^(?:|.*?\.)(?:{pattern})\.(?P<index>\d+)\."));
             layers.iter().map(one).collect::<Result<_>>()?
         };
-        let modules = config.target_modules.clone().unwrap_or_else(|| DEFAULT_TARGETS.into());
+        let modules = match &config.target_modules {
+            Some(modules) => modules.clone(),
+            None if config.adapts_parameters() => Names::List(Vec::new()),
+            None => DEFAULT_TARGETS.into(),
+        };
         if matches!(modules, Names::Pattern(_)) && config.layers_to_transform.is_some() {
             return Err(unsupported(
                 "layers_to_transform",
@@ -89,6 +94,11 @@ impl<'a> Targets<'a> {
         }
     }
 
+    /// Whether to adapt a tensor of all experts of a layer, by its whole name.
+    pub(crate) fn wants_parameter(&self, name: &str) -> bool {
+        self.config.target_parameters.as_ref().is_some_and(|names| in_list(names, name))
+    }
+
     /// Whether it means every projection, so that it never names anything else.
     pub(crate) fn means_projections_only(&self) -> bool {
         matches!(&self.modules, Names::Pattern(pattern) if is_all_linear(pattern))
@@ -110,7 +120,12 @@ impl<'a> Targets<'a> {
             Some(Layers::Several(layers)) if !layers.is_empty() => format!(" in layers {layers:?}"),
             _ => String::new(),
         };
-        format!("`target_modules` {written}{layers}")
+        match &self.config.target_parameters {
+            Some(parameters) if self.config.adapts_parameters() => {
+                format!("`target_modules` {written}{layers} with `target_parameters` {parameters:?}")
+            }
+            _ => format!("`target_modules` {written}{layers}"),
+        }
     }
 
     fn in_layers(&self, name: &str) -> bool {
@@ -204,6 +219,11 @@ impl LoraConfig {
         Ok(options)
     }
 
+    /// Returns whether tensors of experts are to be adapted.
+    pub(crate) fn adapts_parameters(&self) -> bool {
+        self.target_parameters.as_ref().is_some_and(|names| !names.is_empty())
+    }
+
     /// Returns the number of trainable parameters of this configuration for a model, without creating either. Modules that are
     /// saved whole and biases are not counted.
     ///
@@ -225,6 +245,12 @@ impl LoraConfig {
         if targets.wants_embedding() {
             matched = true;
             count += self.options(EMBEDDING)?.r * (model.vocab_size + model.hidden_size);
+        }
+        for (name, shape, of) in expert_tensors(model).into_iter().filter(|(name, ..)| targets.wants_parameter(name)) {
+            matched = true;
+            let options = self.options(&name)?;
+            experts::refuse(&options)?;
+            count += shape.of_adapter(of, options.r).iter().map(|[rows, columns]| rows * columns).sum::<i64>();
         }
         if matched {
             count += self.token_rows(model)? * model.hidden_size;
@@ -283,4 +309,19 @@ pub(crate) fn projections(model: &DecoderConfig) -> Vec<(String, [i64; 2])> {
     let blocks = model.projections().into_iter().filter(|(name, _)| name != HEAD);
     let blocks = blocks.map(|(name, widths)| (hugging_face::tensor_name(&name), widths));
     blocks.chain([(HEAD.to_owned(), [model.hidden_size, model.vocab_size])]).collect()
+}
+
+/// Name, shape and kind of every tensor of all experts of a layer of such a model.
+pub(crate) fn expert_tensors(model: &DecoderConfig) -> Vec<(String, ExpertShape, ExpertTensor)> {
+    let layers = usize::try_from(model.num_hidden_layers).unwrap_or(0);
+    let of_layer = |layer| {
+        let mixture = model.layer_mixture(layer)?;
+        let shape = ExpertShape {
+            experts: mixture.experts,
+            hidden: model.hidden_size,
+            inner: mixture.intermediate_size,
+        };
+        Some(ExpertTensor::ALL.map(|of| (format!("model.layers.{layer}.mlp.experts.{}", of.name()), shape, of)))
+    };
+    (0..layers).filter_map(of_layer).flatten().collect()
 }

@@ -76,7 +76,9 @@ pub use init::Init;
 pub use linear::Linear;
 pub use llama::{DecoderConfig, Llama};
 pub use loss_head::ProjectionHead;
-pub use mixture::{ExpertLoads, ExpertSlot, ExpertSource, SparseMlp};
+pub use mixture::{
+    ExpertChange, ExpertLoads, ExpertSlot, ExpertSource, ExpertTensor, ExpertTerm, SparseMlp, delta_of_expert,
+};
 pub use norm::{LayerNorm, NormKernel, RmsNorm};
 pub use position::{LearnedPositionalEmbedding, PositionalEncoding};
 pub use swiglu::{Geglu, JointSwiglu, Swiglu};

@@ -38,9 +38,12 @@
 //! Each expert has tensors of its own, under the names of Hugging Face's files (`experts.3.gate_proj.weight`). An [`ExpertSource`] may load
 //! the experts that have rows, in forward and in backward, instead of all of them being in memory; results do not depend on which were.
 //!
+//! Low-rank terms of the experts are a part of the function: [`ExpertTerm`].
+//!
 //! The loss of balance is not computed: transformers adds it only with `output_router_logits`, which is refused.
 
 mod function;
+mod low_rank;
 mod routing;
 mod source;
 
@@ -59,7 +62,9 @@ use crate::module::{Context, Mlp, Module, Projection, Visitor, VisitorMut};
 use crate::swiglu::Swiglu;
 use function::Experts;
 use routing::{Routing, choose, weights_of};
-pub use source::{ExpertLoads, ExpertSlot, ExpertSource};
+pub use low_rank::{ExpertTensor, ExpertTerm, delta_of_expert};
+use low_rank::Terms;
+pub use source::{ExpertChange, ExpertLoads, ExpertSlot, ExpertSource};
 
 /// A mixture of experts with Hugging Face's names: `gate` for the router (gpt-oss: `router`), `experts.0.gate_proj` and so on. Its parts
 /// cannot be replaced.
@@ -115,7 +120,7 @@ impl SparseMlp {
         Ok(Self {
             gate: biased(hidden, mixture.experts, (dense_kind(options.0), options.1))?,
             experts: (0..mixture.experts).map(expert).collect::<Result<_>>()?,
-            slot: ExpertSlot::resident(),
+            slot: ExpertSlot::resident(mixture.clamped.is_some()),
             shared: mixture.shared.map(shared).transpose()?,
             per_token: mixture.per_token,
             normalizes: mixture.normalizes,
@@ -187,8 +192,11 @@ impl Mlp for SparseMlp {
                 inputs.push(if has_policy { precision::weight(bias)? } else { bias.shallow_clone() });
             }
         }
-        let function = Experts::new(routing, source, self.clamp);
-        let [y] = apply(function, &inputs.iter().collect::<Vec<_>>())?;
+        let terms = self.slot.change.as_ref().map(|change| change.terms()).transpose()?.unwrap_or_default();
+        let mut inputs: Vec<&Tensor> = inputs.iter().collect();
+        inputs.extend(terms.iter().flat_map(|term| [term.a, term.b]));
+        let of_terms = Terms::new(self.experts.len(), self.slot.has_gate_and_up_in_turns(), &terms);
+        let [y] = apply(Experts::new(routing, source, self.clamp, of_terms), &inputs)?;
         let y = y.f_reshape(shape.as_slice())?;
         let Some(SharedExpert { mlp, gate }) = &self.shared else { return Ok(y) };
         let gate = gate.forward(x, context)?.f_sigmoid()?;
@@ -203,6 +211,9 @@ impl Module for SparseMlp {
             for (name, projection) in expert.projections() {
                 visitor.part(&format!("experts.{index}.{name}"), projection);
             }
+        }
+        if let Some(change) = &self.slot.change {
+            visitor.part("experts", &**change);
         }
         if let Some(SharedExpert { mlp, gate }) = &self.shared {
             visitor.part("shared_expert", mlp);
@@ -219,6 +230,9 @@ impl Module for SparseMlp {
         }
         let matrices = |expert: &Expert| expert.0.each_ref().map(|one| one.weight.shallow_clone());
         visitor.experts("experts", &self.experts.iter().map(matrices).collect::<Vec<_>>(), &mut self.slot)?;
+        if let Some(change) = &mut self.slot.change {
+            visitor.part("experts", &mut **change)?;
+        }
         if let Some(SharedExpert { mlp, gate }) = &mut self.shared {
             visitor.part("shared_expert", mlp)?;
             visitor.projection("shared_expert_gate", gate)?;

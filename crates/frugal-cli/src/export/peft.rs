@@ -1,5 +1,6 @@
 //! `frugal export --format peft`: adapters in PEFT's files.
 
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::path::Path;
 
@@ -109,7 +110,9 @@ pub(super) fn of_checkpoint(folder: &Path) -> anyhow::Result<(LoraConfig, Vec<(S
         return Err(foreign());
     }
     let config = LoraConfig::from_json(&Value::Object(own).to_string())?;
-    let tensors = model.into_iter().map(|(name, tensor)| (peft_name(&name), tensor)).collect();
+    let names: BTreeSet<String> = model.iter().map(|(name, _)| name.clone()).collect();
+    let of_peft = |name: &str| peft_name(&peft::name_of_experts(name, &|other| names.contains(other)));
+    let tensors = model.into_iter().map(|(name, tensor)| (of_peft(&name), tensor)).collect();
     Ok((config, tensors))
 }
 
@@ -142,5 +145,18 @@ mod tests {
         ] {
             assert_eq!(peft_name(own), format!("base_model.model.{of_peft}"));
         }
+    }
+
+    #[test]
+    fn names_of_experts_depend_on_what_is_adapted() {
+        let own = |of: &str| format!("layers.0.mlp.experts.{of}.lora_A.default.weight");
+        let both = [own("gate_up_proj"), own("down_proj")];
+        let named = |of: &str, known: &[String]| {
+            peft_name(&super::peft::name_of_experts(&own(of), &|name| known.contains(&name.to_owned())))
+        };
+        let experts = "base_model.model.model.layers.0.mlp.experts";
+        assert_eq!(named("gate_up_proj", &both), format!("{experts}.base_layer.lora_A.weight"));
+        assert_eq!(named("down_proj", &both), format!("{experts}.lora_A.weight"));
+        assert_eq!(named("gate_up_proj", &both[..1]), format!("{experts}.lora_A.weight"));
     }
 }

@@ -214,12 +214,14 @@ static TABLE: [&[Flag]; 25] = [
     },
     flags! { ADAPTER, FINETUNE | ADAPTERS;
         "adapter.target_modules", "--targets" | "--target-modules" => list("NAMES", values::parsed::<String>, values::targets),
-            "Projections to adapt: names or their last parts, separated by commas, or all-linear; the default also names those that a model calls otherwise, as of linear attention [default: q_proj,k_proj,v_proj,o_proj]";
+            "Projections to adapt: names or their last parts, separated by commas, all-linear or none; the default also names those that a model calls otherwise, as of linear attention [default: q_proj,k_proj,v_proj,o_proj]";
     },
     flags! { ADAPTER, FINETUNE | ADAPTERS | PLAN;
         "adapter.target_modules", "--target-pattern" => text("REGEX"),
             "Projections to adapt: a regular expression that matches the whole name",
             |argument| argument.conflicts_with("targets");
+        "adapter.target_parameters", "--target-parameters" => list("NAMES", values::parsed::<String>, values::array),
+            "Tensors of a mixture's experts to adapt besides the projections, without dropout: gate_up_proj, down_proj; with --targets none these alone";
         "adapter.use_rslora", "--rslora" | "--use-rslora" => switch("true"), "Scale by α/√r (rsLoRA)";
         "adapter.use_dora", "--dora" | "--use-dora" => switch("true"),
             "Learn the magnitude of each row of the weights separately (DoRA)";

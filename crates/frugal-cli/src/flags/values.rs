@@ -162,10 +162,11 @@ pub(crate) fn initialization() -> ValueParser {
     .into()
 }
 
-/// Names of projections: a list, or the pattern of all.
+/// Names of projections: a list, which `none` leaves empty, or the pattern of all.
 pub(crate) fn targets(names: Vec<Value>) -> Value {
     match &names[..] {
         [Value::String(one)] if one.eq_ignore_ascii_case("all-linear") => json!(one),
+        [Value::String(one)] if one.eq_ignore_ascii_case("none") => json!([]),
         _ => names.iter().filter_map(Value::as_str).map(str::trim).collect(),
     }
 }

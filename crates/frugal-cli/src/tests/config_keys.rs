@@ -16,7 +16,7 @@ type Case = (&'static str, &'static str, &'static str);
 const BASE: [Case; 2] =
     [("model.name", "\"@model\"", "--model @model"), ("data.source", "\"@my\"", "--data @my")];
 
-const FINETUNE: [Case; 74] = [
+const FINETUNE: [Case; 75] = [
     ("method", "\"dora\"", "--method dora"),
     ("model.revision", "\"v1\"", "--revision v1"),
     ("model.offline", "true", "--offline"),
@@ -50,6 +50,7 @@ const FINETUNE: [Case; 74] = [
     ("adapter.use_dora", "true", "--dora"),
     ("adapter.init_lora_weights", "\"gaussian\"", "--init gaussian"),
     ("adapter.target_modules", "[\"up_proj\"]", "--targets up_proj"),
+    ("adapter.target_parameters", "[\"gate_up_proj\"]", "--target-parameters gate_up_proj"),
     ("adapter.exclude_modules", "[\"q_proj\"]", ""),
     ("adapter.layers_to_transform", "[1]", ""),
     ("adapter.layers_pattern", "[\"layers\"]", ""),

@@ -198,6 +198,9 @@ pub fn low_rank(adapter: &LoraConfig, shape: &DecoderConfig, on_cpu: bool) -> Re
     if adapter.bias != BiasTraining::None || adapter.modules_to_save.is_some() {
         return Err(refused("trained biases and modules saved whole"));
     }
+    if adapter.target_parameters.as_ref().is_some_and(|names| !names.is_empty()) {
+        return Err(refused("adapters on the experts of a mixture"));
+    }
     let name = |layer: i64, which: Projection| {
         let part = match which {
             Projection::Query | Projection::Key | Projection::Value | Projection::Output => "self_attn",

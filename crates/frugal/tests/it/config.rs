@@ -94,7 +94,7 @@ fn what_is_wrong_is_named_with_its_line() {
     check(
         "[adapter]\nrank = 8",
         expect![
-            "line 1 (`[adapter]`): unknown field `rank`, expected one of `r`, `lora_alpha`, `lora_dropout`, `use_rslora`, `use_dora`, `init_lora_weights`, `target_modules`, `exclude_modules`, `layers_to_transform`, `layers_pattern`, `rank_pattern`, `alpha_pattern`, `bias`, `modules_to_save`, `trainable_token_indices`, `ensure_weight_tying`, `fan_in_fan_out`, `base_model_name_or_path`"
+            "line 1 (`[adapter]`): unknown field `rank`, expected one of `r`, `lora_alpha`, `lora_dropout`, `use_rslora`, `use_dora`, `init_lora_weights`, `target_modules`, `target_parameters`, `exclude_modules`, `layers_to_transform`, `layers_pattern`, `rank_pattern`, `alpha_pattern`, `bias`, `modules_to_save`, `trainable_token_indices`, `ensure_weight_tying`, `fan_in_fan_out`, `base_model_name_or_path`"
         ],
     );
     check(

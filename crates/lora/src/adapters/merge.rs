@@ -26,19 +26,22 @@ impl Adapters {
     /// # Errors
     /// Values that are not finite, with nothing changed.
     pub fn merge(&self) -> Result<()> {
-        for site in &self.embeddings {
-            if let Err(error) = site.layer.merge(&site.name) {
-                self.embeddings.iter().try_for_each(|site| site.layer.unmerge())?;
-                return Err(error);
-            }
+        let merged = self.merge_all();
+        if merged.is_err() {
+            self.unmerge()?;
         }
-        for (done, site) in self.sites.iter().enumerate() {
-            let merged = site.layer.merged_weight().and_then(|merged| site.layer.put(merged, &site.name));
-            if let Err(error) = merged {
-                self.sites[..done].iter().try_for_each(|site| site.layer.unmerge())?;
-                self.embeddings.iter().try_for_each(|site| site.layer.unmerge())?;
-                return Err(error);
-            }
+        merged
+    }
+
+    fn merge_all(&self) -> Result<()> {
+        for site in &self.embeddings {
+            site.layer.merge(&site.name)?;
+        }
+        for site in &self.experts {
+            site.layer.merge(&site.matrices, site.is_streamed, &site.name)?;
+        }
+        for site in &self.sites {
+            site.layer.put(site.layer.merged_weight()?, &site.name)?;
         }
         Ok(())
     }
@@ -49,6 +52,7 @@ impl Adapters {
     /// Never fails; `Result` for uniformity.
     pub fn unmerge(&self) -> Result<()> {
         self.embeddings.iter().try_for_each(|site| site.layer.unmerge())?;
+        self.experts.iter().try_for_each(|site| site.layer.unmerge(&site.matrices))?;
         self.sites.iter().try_for_each(|site| site.layer.unmerge())
     }
 
@@ -56,7 +60,8 @@ impl Adapters {
     pub fn merged(&self) -> Vec<String> {
         let sites = self.sites.iter().map(|site| site.layer.merged());
         let embeddings = self.embeddings.iter().map(|site| site.layer.merged());
-        sites.chain(embeddings).find(|names| !names.is_empty()).unwrap_or_default()
+        let experts = self.experts.iter().map(|site| site.layer.merged());
+        sites.chain(embeddings).chain(experts).find(|names| !names.is_empty()).unwrap_or_default()
     }
 
     /// Removes the adapters and leaves the active ones merged into the weights. The model stays frozen.

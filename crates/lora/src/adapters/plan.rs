@@ -3,15 +3,17 @@
 use std::collections::BTreeSet;
 
 use kernels::quantized::matrix_shape;
+use models::ExpertTensor;
 use tch::Tensor;
 
-use super::survey::{Found, Survey};
+use super::survey::{Found, FoundExperts, Survey};
 use super::token_rows::{self, TokenParts};
 use crate::config::{BiasTraining, LoraConfig};
 use crate::embedding;
+use crate::experts;
 use crate::error::{Error, Result, listed, no_target, suggestion, unsupported};
 use crate::options::LoraLinearConfig;
-use crate::targets::Targets;
+use crate::targets::{Targets, in_list};
 
 /// A projection and its new adapter.
 #[derive(Debug)]
@@ -21,6 +23,25 @@ pub(crate) struct PlannedSite {
     pub(crate) weight: Tensor,
     pub(crate) bias: Option<Tensor>,
     pub(crate) options: LoraLinearConfig,
+}
+
+/// The experts of a layer and their new adapters.
+#[derive(Debug)]
+pub(crate) struct PlannedExperts {
+    pub(crate) path: String,
+    pub(crate) name: String,
+    pub(crate) matrices: Vec<[Tensor; 3]>,
+    pub(crate) in_turns: bool,
+    pub(crate) is_streamed: bool,
+    /// Each adapted tensor of all, in the order of PEFT's wrappers.
+    pub(crate) adapted: Vec<(ExpertTensor, LoraLinearConfig)>,
+}
+
+impl PlannedExperts {
+    /// Returns what is adapted.
+    pub(crate) fn tensors(&self) -> Vec<ExpertTensor> {
+        self.adapted.iter().map(|(of, _)| *of).collect()
+    }
 }
 
 /// A tensor of the base that is trained as a whole.
@@ -42,6 +63,7 @@ pub(crate) struct AdapterPlan {
     pub(crate) sites: Vec<PlannedSite>,
     /// Adapted embeddings; their biases are absent.
     pub(crate) embeddings: Vec<PlannedSite>,
+    pub(crate) experts: Vec<PlannedExperts>,
     pub(crate) wholes: Vec<PlannedWhole>,
     /// Rows of tokens, whose tensors are among `wholes`.
     pub(crate) token_parts: Vec<TokenParts>,
@@ -78,6 +100,7 @@ impl AdapterPlan {
                 });
             }
         }
+        let experts = experts(survey, config, &targets)?;
         let names = survey.names();
         for name in survey.modules() {
             if let Some(mlp) = survey.recomputed(&name).filter(|_| targets.wants(&name, false)) {
@@ -104,6 +127,12 @@ impl AdapterPlan {
             let is_embedding = |name: &String| survey.embeddings.iter().any(|found| found.name == *name);
             let is_other = |name: &String| !known.contains(name) && !is_shared(name) && !is_embedding(name);
             if let Some(name) = modules.iter().find(|name| is_other(name) && targets.wants(name, false)) {
+                if name.contains(".mlp.experts.") {
+                    return Err(Error::Invalid(format!(
+                        "the target `{name}` is a matrix of an expert that a router chooses, which PEFT adapts in the tensors of all experts \
+                         of a layer; name those by `target_parameters`: `mlp.experts.gate_up_proj`, `mlp.experts.down_proj`"
+                    )));
+                }
                 return Err(Error::Invalid(format!(
                     "the target `{name}` is not a linear projection of this model, so it cannot be adapted; the projections are {}. \
                      Train it whole by `modules_to_save`, or leave it out by `exclude_modules`",
@@ -111,7 +140,7 @@ impl AdapterPlan {
                 )));
             }
         }
-        if sites.is_empty() && embeddings.is_empty() {
+        if sites.is_empty() && embeddings.is_empty() && experts.is_empty() {
             return Err(no_target(&targets.described(), &names));
         }
         refuse_adapted_tying(survey, config, sites.iter().chain(&embeddings))?;
@@ -122,7 +151,7 @@ impl AdapterPlan {
             wholes.push(planned.whole);
             token_parts.push(planned.parts);
         }
-        Ok(Self { sites, embeddings, wholes, token_parts })
+        Ok(Self { sites, embeddings, experts, wholes, token_parts })
     }
 
     /// Returns every tensor of the adapter in a file, without PEFT's prefix, with its shape. A tied tensor has several names,
@@ -142,6 +171,15 @@ impl AdapterPlan {
             expected.push((vec![format!("{name}.lora_embedding_A")], vec![options.r, tokens]));
             expected.push((vec![format!("{name}.lora_embedding_B")], vec![width, options.r]));
         }
+        for planned in &self.experts {
+            let (shape, tensors) = (experts::shape_of(&planned.matrices), planned.tensors());
+            for (of, options) in &planned.adapted {
+                let key = experts::key(&planned.name, *of, &tensors);
+                for (part, shape) in ["lora_A", "lora_B"].into_iter().zip(shape.of_adapter(*of, options.r)) {
+                    expected.push((vec![format!("{key}.{part}.weight")], shape.to_vec()));
+                }
+            }
+        }
         // PEFT writes the rows of a tied head's tokens too if the vocabulary grew.
         let names = |whole: &PlannedWhole| match token_rows::is_rows(whole) {
             true => whole.names.clone(),
@@ -150,6 +188,45 @@ impl AdapterPlan {
         expected.extend(self.wholes.iter().map(|whole| (names(whole), whole.tensor.size())));
         expected
     }
+}
+
+/// Plans the adapters of experts.
+fn experts(survey: &Survey, config: &LoraConfig, targets: &Targets<'_>) -> Result<Vec<PlannedExperts>> {
+    let mut planned = Vec::new();
+    let mut names = Vec::new();
+    for FoundExperts { path, name, matrices, in_turns, is_streamed, .. } in &survey.experts {
+        let mut adapted = Vec::new();
+        for of in ExpertTensor::ALL {
+            let parameter = format!("{name}.{}", of.name());
+            if targets.wants_parameter(&parameter) {
+                let options = config.options(&parameter)?;
+                experts::refuse(&options)?;
+                adapted.push((of, options));
+            }
+            names.push(parameter);
+        }
+        if !adapted.is_empty() {
+            let clone = |[gate, up, down]: &[Tensor; 3]| [gate, up, down].map(Tensor::shallow_clone);
+            planned.push(PlannedExperts {
+                path: path.clone(),
+                name: name.clone(),
+                matrices: matrices.iter().map(clone).collect(),
+                in_turns: *in_turns,
+                is_streamed: *is_streamed,
+                adapted,
+            });
+        }
+    }
+    for entry in config.target_parameters.iter().flatten() {
+        if !names.iter().any(|name| in_list(std::slice::from_ref(entry), name)) {
+            return Err(Error::Invalid(format!(
+                "`target_parameters`: `{entry}` is none of the tensors of this model's experts; they are {}. Name a projection in \
+                 `target_modules`",
+                listed(&names)
+            )));
+        }
+    }
+    Ok(planned)
 }
 
 /// Refuses to tie an adapted projection: PEFT then also adapts the embedding, with the same A and B.

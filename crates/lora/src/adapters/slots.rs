@@ -1,12 +1,12 @@
 //! Changes of the model's own slots and tensors.
 
 use models::module::{LossHead, Module, ModuleMapper, Projection, Role, map_modules};
-use models::{Embedding, Linear};
+use models::{Embedding, ExpertSlot, Linear};
 use tch::Tensor;
 
 use super::modules_to_save::Whole;
 use super::token_rows::{self, TokenParts};
-use super::{EmbeddingSite, Site};
+use super::{EmbeddingSite, ExpertSite, Site};
 use crate::error::Result;
 
 /// Installs the adapted projections, the rows of tokens, and the tensors that are trained as a whole.
@@ -15,10 +15,17 @@ pub(super) fn put_in(
     sites: &[Site],
     wholes: &[Whole],
     tokens: &[TokenParts],
-    embeddings: &[EmbeddingSite],
+    (embeddings, experts): (&[EmbeddingSite], &[ExpertSite]),
 ) -> Result<()> {
-    struct In<'a>(&'a [Site], &'a [Whole], &'a [TokenParts], &'a [EmbeddingSite]);
+    struct In<'a>(&'a [Site], &'a [Whole], &'a [TokenParts], &'a [EmbeddingSite], &'a [ExpertSite]);
     impl ModuleMapper for In<'_> {
+        fn experts(&mut self, path: &str, _: &[[Tensor; 3]], slot: &mut ExpertSlot) -> models::Result<()> {
+            if let Some(site) = self.4.iter().find(|site| site.path == path) {
+                slot.change = Some(Box::new(site.layer.shallow_clone()));
+            }
+            Ok(())
+        }
+
         fn embedding(&mut self, path: &str, embedding: &mut Embedding) -> models::Result<()> {
             if let Some(rows) = token_rows::of_part(path, self.2, self.1)? {
                 embedding.token_rows = Some(rows);
@@ -52,7 +59,7 @@ pub(super) fn put_in(
             Ok(())
         }
     }
-    map_modules(model, &mut In(sites, wholes, tokens, embeddings))
+    map_modules(model, &mut In(sites, wholes, tokens, embeddings, experts))
 }
 
 /// Restores plain projections and tensors, and the tables' own rows.
@@ -63,6 +70,11 @@ pub(super) fn put_back(
 ) -> Result<()> {
     struct Out(Vec<(String, Linear)>, Vec<(String, Tensor)>);
     impl ModuleMapper for Out {
+        fn experts(&mut self, _: &str, _: &[[Tensor; 3]], slot: &mut ExpertSlot) -> models::Result<()> {
+            slot.change = None;
+            Ok(())
+        }
+
         fn embedding(&mut self, _: &str, embedding: &mut Embedding) -> models::Result<()> {
             embedding.token_rows = None;
             embedding.change = None;

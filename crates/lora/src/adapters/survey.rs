@@ -6,7 +6,7 @@ use models::module::{
     LossHead, Mlp, MlpFunction, Module, ModuleMapper, Projection, Role, map_modules, tensors,
 };
 use models::token_rows::TOKEN_ROWS;
-use models::{Embedding, hugging_face};
+use models::{Embedding, ExpertSlot, ExpertTensor, hugging_face};
 use runtime::precision::identity;
 use tch::Tensor;
 
@@ -39,6 +39,21 @@ pub(crate) struct FoundEmbedding {
     pub(crate) plain: bool,
 }
 
+/// The experts of a mixture.
+#[derive(Debug)]
+pub(crate) struct FoundExperts {
+    /// The model's name.
+    pub(crate) path: String,
+    /// Hugging Face's name.
+    pub(crate) name: String,
+    /// Gate, up and down of each.
+    pub(crate) matrices: Vec<[Tensor; 3]>,
+    pub(crate) in_turns: bool,
+    pub(crate) is_streamed: bool,
+    /// Whether no technique changes them.
+    pub(crate) plain: bool,
+}
+
 /// A tensor of the base.
 #[derive(Debug)]
 pub(crate) struct Base {
@@ -55,6 +70,8 @@ pub(crate) struct Survey {
     pub(crate) tensors: Vec<Base>,
     /// Embeddings.
     pub(crate) embeddings: Vec<FoundEmbedding>,
+    /// Experts of mixtures.
+    pub(crate) experts: Vec<FoundExperts>,
     pub(crate) heads: Vec<String>,
     /// MLPs that compute their products themselves.
     recomputed: Vec<String>,
@@ -75,6 +92,7 @@ impl Survey {
                 .embeddings
                 .iter_mut()
                 .for_each(|found| found.name = hugging_face::tensor_name(&found.path));
+            survey.experts.iter_mut().for_each(|found| found.name = hugging_face::tensor_name(&found.path));
             survey.tensors.iter_mut().for_each(|base| base.name = hugging_face::tensor_name(&base.path));
             survey.recomputed.iter_mut().for_each(|path| *path = hugging_face::tensor_name(path));
         }
@@ -91,7 +109,12 @@ impl Survey {
         };
         // Trained rows of tokens belong to the adapters that have them.
         let of_embedding = |path: &str| path.ends_with(TOKEN_ROWS) || path.contains(".lora_embedding_");
-        tensors.retain(|base| !learned(&base.path) && !of_embedding(&base.path));
+        let of_experts = |path: &str| {
+            ExpertTensor::ALL.iter().any(|one| path.contains(&format!(".experts.{}.lora_", one.name())))
+        };
+        tensors.retain(|base| {
+            !learned(&base.path) && !of_embedding(&base.path) && !of_experts(&base.path)
+        });
         Ok(survey)
     }
 
@@ -159,6 +182,19 @@ impl ModuleMapper for Survey {
         Ok(())
     }
 
+    fn experts(&mut self, path: &str, matrices: &[[Tensor; 3]], slot: &mut ExpertSlot) -> models::Result<()> {
+        let clone = |[gate, up, down]: &[Tensor; 3]| [gate, up, down].map(Tensor::shallow_clone);
+        self.experts.push(FoundExperts {
+            path: path.to_owned(),
+            name: path.to_owned(),
+            matrices: matrices.iter().map(clone).collect(),
+            in_turns: slot.has_gate_and_up_in_turns(),
+            is_streamed: slot.is_streamed(),
+            plain: slot.change.is_none(),
+        });
+        Ok(())
+    }
+
     fn loss_head(&mut self, path: &str, _: &mut Box<dyn LossHead>) -> models::Result<()> {
         self.heads.push(path.to_owned());
         Ok(())
@@ -171,8 +207,9 @@ pub(crate) fn refuse_foreign(survey: &Survey, known: &[&str]) -> Result<()> {
         survey.projections.iter().map(|found| ("projection", &found.path, &found.name, found.plain));
     let embeddings =
         survey.embeddings.iter().map(|found| ("embedding", &found.path, &found.name, found.plain));
+    let experts = survey.experts.iter().map(|found| ("expert", &found.path, &found.name, found.plain));
     let foreign =
-        projections.chain(embeddings).find(|(_, path, _, plain)| !plain && !known.contains(&path.as_str()));
+        projections.chain(embeddings).chain(experts).find(|(_, path, _, plain)| !plain && !known.contains(&path.as_str()));
     match foreign {
         None => Ok(()),
         Some((kind, _, name, _)) => Err(Error::Invalid(format!(

@@ -4,6 +4,7 @@ mod bad_input;
 mod embedding_adapter;
 mod equivalence;
 mod example;
+mod expert_adapter;
 mod fixtures_adapter;
 mod fixtures_families;
 mod fuzz_adapter;

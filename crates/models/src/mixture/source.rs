@@ -10,6 +10,9 @@ use std::sync::Arc;
 use runtime::Result;
 use tch::Tensor;
 
+use super::low_rank::ExpertTerm;
+use crate::module::Module;
+
 /// Loads experts of one mixture; see the [module](self).
 pub trait ExpertSource: Debug + Send + Sync {
     /// Begins to load `experts`, ascending numbers.
@@ -29,15 +32,32 @@ pub trait ExpertLoads {
     fn next(&mut self) -> Result<Option<(usize, [Tensor; 3])>>;
 }
 
-/// The matrices of a mixture's experts, and the source that loads them if they are not in the device's memory.
+/// Changes the experts of one mixture by low-rank terms; the tensors that it visits are the mixture's, in its `experts`.
+pub trait ExpertChange: Module {
+    /// Returns the terms of a forward.
+    ///
+    /// # Errors
+    /// The change's own.
+    fn terms(&self) -> Result<Vec<ExpertTerm<'_>>>;
+}
+
+/// What a technique may install in a mixture: a source that loads the experts if they are not in the device's memory, and a change of them.
 #[derive(Debug)]
 pub struct ExpertSlot {
     source: Option<Arc<dyn ExpertSource>>,
+    /// The change of the experts, if there is one.
+    pub change: Option<Box<dyn ExpertChange>>,
+    has_gate_and_up_in_turns: bool,
 }
 
 impl ExpertSlot {
-    pub(super) fn resident() -> Self {
-        Self { source: None }
+    pub(super) fn resident(has_gate_and_up_in_turns: bool) -> Self {
+        Self { source: None, change: None, has_gate_and_up_in_turns }
+    }
+
+    /// Returns whether the family has a row of gate, then one of up, in turns, where it has both in one tensor.
+    pub fn has_gate_and_up_in_turns(&self) -> bool {
+        self.has_gate_and_up_in_turns
     }
 
     pub(super) fn source(&self) -> Option<&Arc<dyn ExpertSource>> {
