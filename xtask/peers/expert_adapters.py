@@ -65,7 +65,6 @@ def make(folder, family, options, seed):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", type=pathlib.Path, metavar="FOLDER", required=True, help="make the cases of the tests")
-    parser.add_argument("--read", type=pathlib.Path, metavar="FOLDER", help="compare adapters that the tests wrote in this folder instead")
     args = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()

@@ -15,6 +15,8 @@ pub struct Batch {
     pub labels: Tensor,
     /// The documents of packed rows; `None` if each row is one document.
     pub packing: Option<Packing>,
+    /// Positions of padding at the end of each row, on the host; empty if no row has any.
+    pub padding: Vec<i64>,
     /// Counts, on the host.
     pub counts: Counts,
 }

@@ -28,6 +28,8 @@ pub struct HostBatch {
     layout: Layout,
     counts: Counts,
     starts: Vec<i32>,
+    /// Positions of padding at the end of each row.
+    padding: Vec<i64>,
     longest: i64,
 }
 
@@ -89,6 +91,7 @@ impl HostBatch {
             layout: Layout::default(),
             counts: Counts::default(),
             starts: Vec::new(),
+            padding: Vec::new(),
             longest: 0,
         }
     }
@@ -112,6 +115,8 @@ impl HostBatch {
         let layout = Layout { rows: documents.len(), length, packed: false, documents: 0 };
         layout.check()?;
         let mut counts = Counts { documents: layout.rows, dropped, ..Counts::default() };
+        let mut padding_of_rows = std::mem::take(&mut self.padding);
+        padding_of_rows.clear();
         let numbers = self.numbers(layout)?;
         let (tokens, labels) = numbers.split_at_mut(layout.part());
         if length > 0 {
@@ -121,6 +126,7 @@ impl HostBatch {
                 counts.dropped += document.len() - kept;
                 counts.tokens += kept;
                 counts.padding += length - kept;
+                padding_of_rows.push((length - kept) as i64);
                 counts.targets += kept.saturating_sub(1);
                 let (inside, padding) = tokens.split_at_mut(kept);
                 write_document(&document[..kept], inside, &mut labels[..kept]);
@@ -129,6 +135,7 @@ impl HostBatch {
             }
         }
         self.counts = counts;
+        self.padding = padding_of_rows;
         Ok(())
     }
 
@@ -158,6 +165,8 @@ impl HostBatch {
         // The start of each document and of each row's padding.
         let mut counts = Counts { dropped, ..Counts::default() };
         self.starts.clear();
+        self.padding.clear();
+        self.padding.resize(rows.min(positions), length as i64);
         let (mut at, mut longest) = (0, 0);
         for (row, document) in documents.clone() {
             // For a row that does not exist, the start may overflow.
@@ -175,6 +184,9 @@ impl HostBatch {
             self.starts.push(begin as i32);
             at = begin + document.len();
             longest = longest.max(document.len());
+            if let Some(padding) = self.padding.get_mut(row) {
+                *padding -= document.len() as i64;
+            }
             counts.documents += 1;
             counts.tokens += document.len();
             counts.targets += document.len().saturating_sub(1);
@@ -299,7 +311,8 @@ impl HostBatch {
         } else {
             None
         };
-        Ok(Batch { tokens: part(0)?, labels: part(1)?, packing, counts: self.counts })
+        let padding = if self.counts.padding > 0 { self.padding.clone() } else { Vec::new() };
+        Ok(Batch { tokens: part(0)?, labels: part(1)?, packing, padding, counts: self.counts })
     }
 }
 

@@ -20,6 +20,9 @@ pub fn of_step(record: &StepRecord) -> Value {
         "step": step, "loss": loss, "learning_rate": learning_rate, "gradient_norm": gradient_norm,
         "tokens": tokens, "padding": padding, "targets": targets, "seconds": timings.total,
     });
+    if let Some(aux) = record.router_aux_loss {
+        step["router_aux_loss"] = json!(aux);
+    }
     if record.skipped {
         step["skipped"] = json!(true);
     }

@@ -29,14 +29,20 @@ use crate::switch::Switch;
 /// # Errors
 /// Dropout, DoRA, an initialisation by the base's values or by an orthogonal basis.
 pub(crate) fn refuse(options: &LoraLinearConfig) -> Result<()> {
-    let refused =
-        |field: &str, value: String, remedy| Err(unsupported(field, format!("{value} with `target_parameters`"), remedy));
+    let refused = |field: &str, value: String, remedy| {
+        Err(unsupported(field, format!("{value} with `target_parameters`"), remedy))
+    };
     if options.dropout != 0.0 {
-        let remedy = "PEFT has no dropout of an expert's input; set it to 0, or leave `target_parameters` out";
+        let remedy =
+            "PEFT has no dropout of an expert's input; set it to 0, or leave `target_parameters` out";
         return refused("lora_dropout", options.dropout.to_string(), remedy);
     }
     if options.dora {
-        return refused("use_dora", "true".to_owned(), "adapt the experts without DoRA, or leave `target_parameters` out");
+        return refused(
+            "use_dora",
+            "true".to_owned(),
+            "adapt the experts without DoRA, or leave `target_parameters` out",
+        );
     }
     match options.init {
         Init::Kaiming | Init::Gaussian | Init::Random => Ok(()),
@@ -218,7 +224,8 @@ impl LoraExperts {
         }
         let mut new = Vec::with_capacity(matrices.len());
         for (expert, [gate, up, down]) in matrices.iter().enumerate() {
-            let wide = |one: &Tensor| -> Result<Tensor> { Ok(one.f_detach()?.f_to_kind(wide_kind(one.kind()))?) };
+            let wide =
+                |one: &Tensor| -> Result<Tensor> { Ok(one.f_detach()?.f_to_kind(wide_kind(one.kind()))?) };
             let mut sums = [wide(gate)?, wide(up)?, wide(down)?];
             for adapter in &active {
                 let deltas = delta_of_expert(matrices.len(), expert, self.in_turns, &adapter.term())?;

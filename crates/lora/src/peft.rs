@@ -30,8 +30,7 @@ pub fn name_of_experts(name: &str, exists: &dyn Fn(&str) -> bool) -> String {
         if !experts.ends_with(".experts") {
             continue;
         }
-        let is_adapted =
-            |of: &ExpertTensor| exists(&format!("{experts}.{}.lora_{rest}", of.name()));
+        let is_adapted = |of: &ExpertTensor| exists(&format!("{experts}.{}.lora_{rest}", of.name()));
         let adapted: Vec<ExpertTensor> = ExpertTensor::ALL.into_iter().filter(is_adapted).collect();
         return format!("{}.lora_{rest}", experts::key(experts, of, &adapted));
     }

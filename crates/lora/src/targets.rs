@@ -246,11 +246,14 @@ impl LoraConfig {
             matched = true;
             count += self.options(EMBEDDING)?.r * (model.vocab_size + model.hidden_size);
         }
-        for (name, shape, of) in expert_tensors(model).into_iter().filter(|(name, ..)| targets.wants_parameter(name)) {
+        for (name, shape, of) in
+            expert_tensors(model).into_iter().filter(|(name, ..)| targets.wants_parameter(name))
+        {
             matched = true;
             let options = self.options(&name)?;
             experts::refuse(&options)?;
-            count += shape.of_adapter(of, options.r).iter().map(|[rows, columns]| rows * columns).sum::<i64>();
+            count +=
+                shape.of_adapter(of, options.r).iter().map(|[rows, columns]| rows * columns).sum::<i64>();
         }
         if matched {
             count += self.token_rows(model)? * model.hidden_size;
@@ -321,7 +324,10 @@ pub(crate) fn expert_tensors(model: &DecoderConfig) -> Vec<(String, ExpertShape,
             hidden: model.hidden_size,
             inner: mixture.intermediate_size,
         };
-        Some(ExpertTensor::ALL.map(|of| (format!("model.layers.{layer}.mlp.experts.{}", of.name()), shape, of)))
+        Some(
+            ExpertTensor::ALL
+                .map(|of| (format!("model.layers.{layer}.mlp.experts.{}", of.name()), shape, of)),
+        )
     };
     (0..layers).filter_map(of_layer).flatten().collect()
 }

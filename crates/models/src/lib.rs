@@ -77,7 +77,8 @@ pub use linear::Linear;
 pub use llama::{DecoderConfig, Llama};
 pub use loss_head::ProjectionHead;
 pub use mixture::{
-    ExpertChange, ExpertLoads, ExpertSlot, ExpertSource, ExpertTensor, ExpertTerm, SparseMlp, delta_of_expert,
+    ExpertChange, ExpertLoads, ExpertSlot, ExpertSource, ExpertTensor, ExpertTerm, RouterBalance, SparseMlp,
+    delta_of_expert,
 };
 pub use norm::{LayerNorm, NormKernel, RmsNorm};
 pub use position::{LearnedPositionalEmbedding, PositionalEncoding};

@@ -40,8 +40,9 @@
 //!
 //! Low-rank terms of the experts are a part of the function: [`ExpertTerm`].
 //!
-//! The loss of balance is not computed: transformers adds it only with `output_router_logits`, which is refused.
+//! The load-balancing loss is computed with [`Context::balance`] only, as transformers adds it with `output_router_logits` only.
 
+mod balance;
 mod function;
 mod low_rank;
 mod routing;
@@ -60,10 +61,11 @@ use crate::init::Init;
 use crate::linear::{Linear, dense_kind, project};
 use crate::module::{Context, Mlp, Module, Projection, Visitor, VisitorMut};
 use crate::swiglu::Swiglu;
+pub use balance::RouterBalance;
 use function::Experts;
-use routing::{Routing, choose, weights_of};
-pub use low_rank::{ExpertTensor, ExpertTerm, delta_of_expert};
 use low_rank::Terms;
+pub use low_rank::{ExpertTensor, ExpertTerm, delta_of_expert};
+use routing::{Routing, choose, weights_of};
 pub use source::{ExpertChange, ExpertLoads, ExpertSlot, ExpertSource};
 
 /// A mixture of experts with Hugging Face's names: `gate` for the router (gpt-oss: `router`), `experts.0.gate_proj` and so on. Its parts
@@ -136,11 +138,15 @@ impl SparseMlp {
     }
 
     /// Returns the weights of each token's experts `[n, k]`, and the rows of each expert.
-    fn route(&self, x_nh: &Tensor) -> Result<(Tensor, Routing)> {
+    fn route(&self, x_nh: &Tensor, balance: Option<&RouterBalance>) -> Result<(Tensor, Routing)> {
         let logits_ne = project(x_nh, &self.gate.weight, self.gate.bias.as_ref())?;
         let probabilities_ne = logits_ne.f_softmax(-1, wide_kind(logits_ne.kind()))?;
         drop(logits_ne);
         let chosen_nk = choose(&probabilities_ne, self.per_token)?;
+        let probabilities_ne = match balance {
+            Some(balance) => balance.of_layer(probabilities_ne, &chosen_nk)?,
+            None => probabilities_ne,
+        };
         let weights_nk = weights_of(&probabilities_ne, &chosen_nk, self.normalizes)?;
         Ok((weights_nk, Routing::new(&chosen_nk, self.experts.len())?))
     }
@@ -168,7 +174,7 @@ impl Mlp for SparseMlp {
         let shape = x.size();
         let width = shape.last().copied().unwrap_or(1);
         let x_nh = x.f_reshape([-1, width])?;
-        let (weights_nk, routing) = self.route(&x_nh)?;
+        let (weights_nk, routing) = self.route(&x_nh, context.balance)?;
 
         // A policy casts what the products read, as a part of the graph.
         let has_policy = precision::current().is_some();

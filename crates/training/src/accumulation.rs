@@ -4,10 +4,14 @@
 //! backward from Sᵢ / Σ nᵢ, and the gradients add up to that of L. (The mean of means, Σ (Sᵢ/nᵢ) / k, would weight the tokens
 //! of short micro-batches more.) Σ nᵢ must be known before the first backward, so all micro-batches of a step are fetched
 //! first; the loader counts targets on the host.
+//!
+//! A load-balancing loss ([`RouterBalance`]) is that of the rows of a micro-batch, since the choices of the others are not known in its
+//! backward. Each of m has the weight 1/m, so that its coefficient means the same for every m. (transformers' trainer adds those of all m,
+//! so its coefficient weighs m times as much.)
 
 use dataloading::{Batch, Counts, Packing};
 use models::module::{Context, Input, LanguageModel};
-use models::{Documents, module::LossOutput};
+use models::{Documents, RouterBalance, module::LossOutput};
 use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
@@ -84,7 +88,8 @@ fn parts(batch: &Batch, rows: i64) -> Result<Vec<Batch>> {
         // The counts stay with the step; the targets of a part are at most these.
         let positions = usize::try_from(count * length).unwrap_or(usize::MAX);
         let counts = Counts { targets: batch.counts.targets.min(positions), ..Counts::default() };
-        Ok(Batch { tokens: rows(&batch.tokens)?, labels: rows(&batch.labels)?, packing, counts })
+        let padding = batch.padding.iter().skip(first as usize).take(count as usize).copied().collect();
+        Ok(Batch { tokens: rows(&batch.tokens)?, labels: rows(&batch.labels)?, packing, padding, counts })
     };
     (0..all).step_by(rows as usize).map(part).collect()
 }
@@ -134,6 +139,15 @@ pub fn documents(batch: &Batch) -> Result<Option<Documents>> {
     Ok(documents.transpose()?)
 }
 
+/// Returns the empty sums of a batch's load-balancing loss.
+///
+/// # Errors
+/// Errors of libtorch.
+pub fn balance_of(batch: &Batch) -> Result<RouterBalance> {
+    let length = batch.tokens.size().last().copied().unwrap_or(0);
+    Ok(RouterBalance::new(&batch.padding, length, batch.tokens.device())?)
+}
+
 /// Computes the summed loss of a batch; with `accuracy` also the number of correct predictions.
 ///
 /// # Errors
@@ -144,6 +158,19 @@ pub fn forward(
     training: bool,
     accuracy: bool,
 ) -> Result<LossOutput> {
+    forward_with_balance(model, batch, (training, accuracy), None)
+}
+
+/// [`forward`], training or not and with or without `accuracy`, which adds the routers' choices to the sums of a load-balancing loss.
+///
+/// # Errors
+/// Errors of the model.
+pub fn forward_with_balance(
+    model: &(impl LanguageModel + ?Sized),
+    batch: &Batch,
+    (training, accuracy): (bool, bool),
+    balance: Option<&RouterBalance>,
+) -> Result<LossOutput> {
     let documents = documents(batch)?;
     let input = Input {
         tokens: &batch.tokens,
@@ -153,6 +180,7 @@ pub fn forward(
             training,
             accuracy,
             labelled_tokens: labelled_bound(batch.counts.targets, batch.tokens.numel()),
+            balance,
             ..Context::default()
         },
     };

@@ -71,6 +71,7 @@ impl Batches for Synthetic {
         let size = self.rows * self.length;
         let (mut tokens, mut labels) = (vec![0i64; size], vec![IGNORE_INDEX; size]);
         let mut counts = Counts { documents: self.rows, ..Counts::default() };
+        let mut padding = Vec::new();
         for row in 0..self.rows {
             let length = self.length - below(self.length as u64 / 2) as usize;
             let start = row * self.length;
@@ -82,13 +83,14 @@ impl Batches for Synthetic {
             }
             counts.tokens += length;
             counts.padding += self.length - length;
+            padding.push((self.length - length) as i64);
             counts.targets += length - 1;
         }
         let shape = [self.rows as i64, self.length as i64];
         let tensor = |values: &[i64]| -> Result<Tensor> {
             Ok(Tensor::f_from_slice(values)?.f_reshape(shape)?.f_to_device(self.device)?)
         };
-        Ok(Some(Batch { tokens: tensor(&tokens)?, labels: tensor(&labels)?, packing: None, counts }))
+        Ok(Some(Batch { tokens: tensor(&tokens)?, labels: tensor(&labels)?, packing: None, padding, counts }))
     }
 
     fn state(&self) -> Value {

@@ -314,6 +314,7 @@ impl MaskedBatches {
         };
         let mut counts = Counts::default();
         let (mut tokens, mut labels, mut positions, mut lengths) = (vec![], vec![], vec![], vec![]);
+        let mut padding = Vec::new();
         for unit in units {
             let mut documents = Vec::new();
             for number in self.unit(*unit) {
@@ -328,6 +329,7 @@ impl MaskedBatches {
                 documents.push(inputs);
             }
             let rest = length - documents.iter().sum::<usize>();
+            padding.push(rest as i64);
             if rest > 0 {
                 tokens.extend(std::iter::repeat_n(self.layout.pad, rest));
                 labels.extend(std::iter::repeat_n(IGNORE_INDEX, rest));
@@ -354,7 +356,8 @@ impl MaskedBatches {
                 })
             }
         };
-        Ok(Batch { tokens: tensor(&tokens)?, labels: tensor(&labels)?, packing, counts })
+        let padding = if counts.padding > 0 { padding } else { Vec::new() };
+        Ok(Batch { tokens: tensor(&tokens)?, labels: tensor(&labels)?, packing, padding, counts })
     }
 }
 

@@ -33,6 +33,8 @@ pub struct StepRecord {
     pub loss: f64,
     /// Fraction of correct predictions, if requested.
     pub accuracy: Option<f64>,
+    /// The load-balancing loss without its coefficient, which [`StepRecord::loss`] does not contain; the mean over micro-batches.
+    pub router_aux_loss: Option<f64>,
     /// The first group's learning rate.
     pub learning_rate: f64,
     /// The gradient norm before clipping, if computed.

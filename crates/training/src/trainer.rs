@@ -30,12 +30,13 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use models::module::LanguageModel;
+use runtime::ops::TryScalar;
 use runtime::precision::{self, Policy, PolicyGuard};
 use runtime::profile::range;
 use runtime::random::{RandomState, StepSeeds, begin_step_part};
 use tch::{Device, Kind, Tensor};
 
-use crate::accumulation::{MicroBatches, fetch, forward};
+use crate::accumulation::{MicroBatches, balance_of, fetch, forward_with_balance};
 use crate::batches::Batches;
 use crate::checkpoint::Checkpoints;
 use crate::divergence::DivergenceMonitor;
@@ -336,6 +337,7 @@ impl Trainer {
             step,
             loss,
             accuracy,
+            router_aux_loss: None,
             learning_rate,
             gradient_norm,
             skipped,
@@ -415,13 +417,16 @@ impl Trainer {
         timings: &mut Timings,
     ) -> Result<Vec<Tensor>> {
         let (mut sums, accuracy) = (Vec::new(), self.options.accuracy);
+        let coefficient = self.options.router_aux_loss;
+        let of_each = 1.0 / micro.batches.len() as f64;
         // Over all micro-batches, so that a weight is cast once for all of them.
         let _precision = self.enter_precision();
         let share = self.share(micro.batches.len())?;
         for (number, batch) in micro.batches.iter().enumerate() {
             let owner = share.as_ref().map_or(Ok(Owner::Own), |share| share.begin(number))?;
             if owner != Owner::Own {
-                sums.push(Tensor::f_zeros([1 + i64::from(accuracy)], (Kind::Double, batch.tokens.device()))?);
+                let parts = 1 + i64::from(accuracy) + i64::from(coefficient > 0.0);
+                sums.push(Tensor::f_zeros([parts], (Kind::Double, batch.tokens.device()))?);
             }
             if owner == Owner::Other {
                 self.reduce(share.as_ref(), number, micro, timings)?;
@@ -430,14 +435,23 @@ impl Trainer {
             begin_step_part(number as u64);
             self.optimizer.set_idle(owner == Owner::Idle);
             let model = self.model.as_ref();
-            let output = timed("forward", &mut timings.forward, || forward(model, batch, true, accuracy))?;
-            timed("backward", &mut timings.backward, || {
-                let mean = output.sum.f_div(&denominator.f_to_kind(output.sum.kind())?)?;
+            let balance = (coefficient > 0.0).then(|| balance_of(batch)).transpose()?;
+            let output = timed("forward", &mut timings.forward, || {
+                forward_with_balance(model, batch, (true, accuracy), balance.as_ref())
+            })?;
+            let aux = timed("backward", &mut timings.backward, || {
+                let mut mean = output.sum.f_div(&denominator.f_to_kind(output.sum.kind())?)?;
+                let mut aux = None;
+                if let Some(balance) = &balance {
+                    let [total, own] = balance.add_to(&mean, coefficient * of_each)?;
+                    (mean, aux) = (total, Some(own.try_mul_scalar(of_each)?));
+                }
                 let loss = self.scaler.scale(&mean)?;
-                Ok(runtime::autograd::backward(&[&loss])?)
+                runtime::autograd::backward(&[&loss])?;
+                Ok(aux)
             })?;
             if owner == Owner::Own {
-                let parts = std::iter::once(&output.sum).chain(&output.correct);
+                let parts = std::iter::once(&output.sum).chain(&output.correct).chain(&aux);
                 let parts =
                     parts.map(|t| t.f_detach()?.f_to_kind(Kind::Double)).collect::<Result<Vec<_>, _>>()?;
                 sums.push(Tensor::f_stack(&parts, 0)?);

@@ -141,7 +141,8 @@ impl DecoderConfig {
 pub(super) fn read(file: &mut HuggingFace, facts: &Facts) -> Result<Mixture> {
     if file.get::<bool>("output_router_logits")? == Some(true) {
         return Err(refuse(
-            "`output_router_logits` is true, which adds a loss of balance that is not computed here; set it to false"
+            "`output_router_logits` is true, which adds the load-balancing loss to every loss, also of an evaluation; set it to false, and give \
+             `loss.router_aux_loss` for a training"
                 .to_owned(),
         ));
     }

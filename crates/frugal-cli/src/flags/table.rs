@@ -276,6 +276,8 @@ static TABLE: [&[Flag]; 25] = [
         "loss.head", "--loss" => choice::<LossHeadKind>("HEAD"), "Loss head [default: auto]";
         "loss.chunk_tokens", "--loss-chunk" => whole("TOKENS"),
             "Tokens whose logits exist at a time in the fused loss [default: as many as fit 128 MiB on a CPU, 1 GiB on a GPU]";
+        "loss.router_aux_loss", "--router-aux-loss" | "--router-aux-loss-coef" => number("COEFFICIENT"),
+            "Coefficient of the load-balancing loss of a mixture's routers, such as 0.001 [default: none]";
         "offload.tier", "--offload" => choice::<OffloadTier>("TIER"),
             "Offload the layers' weights, and load them when they are needed";
         "offload.method", "--offload-method" => choice::<OffloadMethod>("METHOD"),

@@ -62,6 +62,7 @@ impl Observer for Curves {
             ("train/tokens_per_second", record.tokens as f64 / seconds),
         ];
         values.extend(record.gradient_norm.map(|norm| ("train/gradient_norm", norm)));
+        values.extend(record.router_aux_loss.map(|aux| ("train/router_aux_loss", aux)));
         self.scalars(record.step, &values)?;
         self.refresh();
         Ok(())

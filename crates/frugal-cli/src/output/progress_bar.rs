@@ -76,7 +76,8 @@ impl Display {
             left => format!(" {} left", duration(left as f64 * self.seconds)),
         };
         // As long as there is room for beside a bar on 80 columns.
-        format!("loss {:.3}{validation}{left} {:.0} tokens/s{memory}", record.loss, self.rate)
+        let aux = record.router_aux_loss.map_or_else(String::new, |aux| format!(", routers {aux:.3}"));
+        format!("loss {:.3}{aux}{validation}{left} {:.0} tokens/s{memory}", record.loss, self.rate)
     }
 }
 

@@ -60,6 +60,7 @@ impl Observer for StepRecords {
         let metrics = vec![
             ("loss", "nat", Some(record.loss)),
             ("accuracy", "ratio", record.accuracy),
+            ("router_aux_loss", "", record.router_aux_loss),
             ("learning_rate", "", Some(record.learning_rate)),
             ("gradient_norm", "", record.gradient_norm),
             ("skipped", "count", Some(f64::from(u8::from(record.skipped)))),

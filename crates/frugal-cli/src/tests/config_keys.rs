@@ -16,7 +16,7 @@ type Case = (&'static str, &'static str, &'static str);
 const BASE: [Case; 2] =
     [("model.name", "\"@model\"", "--model @model"), ("data.source", "\"@my\"", "--data @my")];
 
-const FINETUNE: [Case; 75] = [
+const FINETUNE: [Case; 76] = [
     ("method", "\"dora\"", "--method dora"),
     ("model.revision", "\"v1\"", "--revision v1"),
     ("model.offline", "true", "--offline"),
@@ -66,6 +66,7 @@ const FINETUNE: [Case; 75] = [
     ("loss.chunk_tokens", "64", "--loss-chunk 64"),
     ("loss.chunk_bytes", "1048576", ""),
     ("loss.gradients_in_backward", "true", ""),
+    ("loss.router_aux_loss", "0.01", "--router-aux-loss 0.01"),
     ("activations.plan", "\"recompute\"", "--activations recompute"),
     ("activations.recompute", "\"mlp\"", "--recompute-what mlp"),
     ("activations.every", "3", ""),

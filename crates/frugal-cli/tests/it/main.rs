@@ -7,6 +7,7 @@ mod command_line_errors;
 mod conversations;
 mod eval_command;
 mod event_reader;
+mod expert_adapters;
 mod export_gguf;
 mod finetune_diagnosis;
 mod generate_budget;

@@ -32,6 +32,10 @@ pub struct LossConfig {
     /// Computes the fused loss's gradients in backward, from logits computed again: one product more, and less memory between
     /// the passes.
     pub gradients_in_backward: bool,
+    /// Coefficient of the load-balancing loss of a mixture of experts, transformers' `router_aux_loss_coef`; absent or 0 for none.
+    /// [`models::RouterBalance`] has the mathematics.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub router_aux_loss: Option<f64>,
 }
 
 /// A loss head.

@@ -94,6 +94,15 @@ pub(super) fn values(config: &Config) -> Result<()> {
             expected: "1 or more",
         });
     }
+    if let Some(coefficient) =
+        config.loss.router_aux_loss.filter(|value| !(value.is_finite() && *value >= 0.0))
+    {
+        return Err(Error::Value {
+            key: "loss.router_aux_loss",
+            found: coefficient.to_string(),
+            expected: "a coefficient of 0 or more",
+        });
+    }
     // Values that the techniques' crates check themselves.
     if let Some(level) = &config.mlp.level {
         let parsed: Result<swiglu_ckpt::CheckpointLevel, _> = level.parse();
@@ -194,6 +203,14 @@ pub(super) fn folder(config: &Config, folder: &Folder) -> Result<()> {
         adapter.check_matches(model)?;
         adapter.trainable_parameters(model)?;
         adapter.check_tying(model)?;
+    }
+    if let Some(coefficient) = config.loss.router_aux_loss.filter(|_| model.mixture_layers() == 0) {
+        let (key, found) = ("loss.router_aux_loss", coefficient.to_string());
+        return Err(Error::Value {
+            key,
+            found,
+            expected: "nothing: the model has no router, whose choices it balances",
+        });
     }
     if let Some(experts) = config.experts.as_ref().filter(|_| model.mixture_layers() == 0) {
         let (key, found) = ("experts.cache", experts.cache.to_string());

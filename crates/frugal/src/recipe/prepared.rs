@@ -185,6 +185,7 @@ impl Prepared {
             accumulation: training.accumulation,
             rows: training.micro_batch_size.filter(|rows| *rows < training.batch),
             clip: (own.clip > 0.0).then_some(own.clip),
+            router_aux_loss: config.loss.router_aux_loss.unwrap_or(0.0),
             log_every: training.log_every,
             evaluate_every: training.evaluate_every,
             patience: training.patience,

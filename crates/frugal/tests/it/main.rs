@@ -16,6 +16,7 @@ mod gsm8k_stop_texts;
 mod gsm8k_tokenize;
 mod joint_projections;
 mod layers_over_ranks;
+mod mixtures;
 mod nf4;
 mod pairs;
 mod predicted_peaks;

@@ -10,8 +10,8 @@ use super::survey::{Found, FoundExperts, Survey};
 use super::token_rows::{self, TokenParts};
 use crate::config::{BiasTraining, LoraConfig};
 use crate::embedding;
-use crate::experts;
 use crate::error::{Error, Result, listed, no_target, suggestion, unsupported};
+use crate::experts;
 use crate::options::LoraLinearConfig;
 use crate::targets::{Targets, in_list};
 

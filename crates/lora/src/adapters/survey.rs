@@ -112,9 +112,7 @@ impl Survey {
         let of_experts = |path: &str| {
             ExpertTensor::ALL.iter().any(|one| path.contains(&format!(".experts.{}.lora_", one.name())))
         };
-        tensors.retain(|base| {
-            !learned(&base.path) && !of_embedding(&base.path) && !of_experts(&base.path)
-        });
+        tensors.retain(|base| !learned(&base.path) && !of_embedding(&base.path) && !of_experts(&base.path));
         Ok(survey)
     }
 
@@ -208,8 +206,10 @@ pub(crate) fn refuse_foreign(survey: &Survey, known: &[&str]) -> Result<()> {
     let embeddings =
         survey.embeddings.iter().map(|found| ("embedding", &found.path, &found.name, found.plain));
     let experts = survey.experts.iter().map(|found| ("expert", &found.path, &found.name, found.plain));
-    let foreign =
-        projections.chain(embeddings).chain(experts).find(|(_, path, _, plain)| !plain && !known.contains(&path.as_str()));
+    let foreign = projections
+        .chain(embeddings)
+        .chain(experts)
+        .find(|(_, path, _, plain)| !plain && !known.contains(&path.as_str()));
     match foreign {
         None => Ok(()),
         Some((kind, _, name, _)) => Err(Error::Invalid(format!(

@@ -189,7 +189,6 @@ fn settings_that_would_change_the_result_are_refused_by_name() {
     for (field, value) in [
         ("peft_type", json!("LOHA")),
         ("layer_replication", json!([[0, 1], [0, 1]])),
-        ("target_parameters", json!(["experts"])),
         ("alora_invocation_tokens", json!([1, 2])),
         ("megatron_config", json!({ "a": 1 })),
         ("use_qalora", json!(true)),

@@ -19,6 +19,7 @@ const TRAINING: Context<'_> = Context {
     training: true,
     accuracy: false,
     labelled_tokens: None,
+    balance: None,
 };
 
 fn linear(inner: i64, out: i64, bias: bool, generator: &mut Generator, options: (Kind, Device)) -> Linear {

@@ -137,8 +137,13 @@ fn logits_loss_gradients_files_and_merged_weights_are_those_of_peft() {
         let _ = adapters.merge_and_unload(&mut model).unwrap();
         let unloaded = error_of(&model, "merged_logits");
         assert!(trainable(&model).is_empty(), "{case}");
-        eprintln!("{case}: logits {of_logits:.1e}, merged {of_merged:.1e}, loss {of_loss:.1e}, gradients {worst:?}");
-        assert!(of_logits <= LOGITS && of_merged <= LOGITS && unloaded <= LOGITS, "{case}: {of_logits} {of_merged} {unloaded}");
+        eprintln!(
+            "{case}: logits {of_logits:.1e}, merged {of_merged:.1e}, loss {of_loss:.1e}, gradients {worst:?}"
+        );
+        assert!(
+            of_logits <= LOGITS && of_merged <= LOGITS && unloaded <= LOGITS,
+            "{case}: {of_logits} {of_merged} {unloaded}"
+        );
         assert!(of_loss <= LOSS, "{case}: loss {of_loss}");
         assert!(worst.0 <= GRADIENT, "{case}: {worst:?}");
     }
@@ -191,7 +196,9 @@ fn every_plan_of_the_activations_gives_the_same_bits_in_every_dtype() {
                 let _plan = Activations::install(&mut model, &vec![plan; layers]).unwrap();
                 let found = rows.gradients(&model);
                 assert!(found.iter().any(|(name, grad)| name.contains("experts") && largest(grad) > 0.0));
-                let expected = expected.get_or_insert_with(|| found.iter().map(|(name, grad)| (name.clone(), grad.copy())).collect());
+                let expected = expected.get_or_insert_with(|| {
+                    found.iter().map(|(name, grad)| (name.clone(), grad.copy())).collect()
+                });
                 for ((name, expected), (_, found)) in expected.iter().zip(&found) {
                     assert!(expected.equal(found), "{name}, {kind:?}, {plan}");
                 }
@@ -269,9 +276,15 @@ fn what_cannot_be_adapted_is_refused_by_name() {
     let experts = || Some(vec!["experts.down_proj".to_owned()]);
     let base_config = LoraConfig { target_parameters: experts(), ..LoraConfig::default() };
     let cases: [(LoraConfig, &str); 7] = [
-        (LoraConfig { lora_dropout: 0.1, ..base_config.clone() }, "`lora_dropout` is 0.1 with `target_parameters`"),
+        (
+            LoraConfig { lora_dropout: 0.1, ..base_config.clone() },
+            "`lora_dropout` is 0.1 with `target_parameters`",
+        ),
         (LoraConfig { use_dora: true, ..base_config.clone() }, "`use_dora` is true with `target_parameters`"),
-        (LoraConfig { init_lora_weights: json!("pissa"), ..base_config.clone() }, "`init_lora_weights` is pissa with"),
+        (
+            LoraConfig { init_lora_weights: json!("pissa"), ..base_config.clone() },
+            "`init_lora_weights` is pissa with",
+        ),
         (
             LoraConfig { target_parameters: Some(vec!["q_proj.weight".to_owned()]), ..base_config.clone() },
             "`q_proj.weight` is none of the tensors of this model's experts",
@@ -298,7 +311,8 @@ fn what_cannot_be_adapted_is_refused_by_name() {
     let error = config.install(&mut dense).unwrap_err().to_string();
     assert!(error.contains("is none of the tensors of this model's experts; they are none"), "{error}");
     let decoder = hugging_face::Folder::open(&family("qwen3_moe")).unwrap().config().clone();
-    let typo = LoraConfig { target_parameters: Some(vec!["gate_up_prj".to_owned()]), ..LoraConfig::default() };
+    let typo =
+        LoraConfig { target_parameters: Some(vec!["gate_up_prj".to_owned()]), ..LoraConfig::default() };
     let error = typo.check_matches(&decoder).unwrap_err().to_string();
     assert!(error.contains("did you mean `gate_up_proj`?"), "{error}");
 }

@@ -21,6 +21,7 @@ const TRAINING: Context<'_> = Context {
     training: true,
     accuracy: false,
     labelled_tokens: None,
+    balance: None,
 };
 
 fn layer(dora: bool, options: (Kind, Device)) -> LoraLinear {

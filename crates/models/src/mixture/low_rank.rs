@@ -122,8 +122,7 @@ impl Terms {
         let &[out, columns] = &b.size()[..] else {
             return Err(Error::invalid("mixture of experts", format!("B is {:?}", b.size())));
         };
-        let of_expert =
-            b.f_view([out, columns / self.experts, self.experts])?.f_select(2, expert as i64)?;
+        let of_expert = b.f_view([out, columns / self.experts, self.experts])?.f_select(2, expert as i64)?;
         Ok(match (to, self.in_turns) {
             (ExpertTensor::Down, _) => vec![of_expert],
             (ExpertTensor::GateUp, false) => {
@@ -176,7 +175,8 @@ impl TermGradients {
         let zeros = |index: usize| -> Result<Option<Tensor>> {
             Ok(ctx.needs_input_grad(first + index).then(|| inputs[index].f_zeros_like()).transpose()?)
         };
-        let both = |term: usize| -> Result<[Option<Tensor>; 2]> { Ok([zeros(2 * term)?, zeros(2 * term + 1)?]) };
+        let both =
+            |term: usize| -> Result<[Option<Tensor>; 2]> { Ok([zeros(2 * term)?, zeros(2 * term + 1)?]) };
         Ok(Self((0..inputs.len() / 2).map(both).collect::<Result<_>>()?))
     }
 

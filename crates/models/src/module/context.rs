@@ -4,6 +4,7 @@ use tch::Tensor;
 
 use crate::attention::Documents;
 use crate::key_value_cache::Extension;
+use crate::mixture::RouterBalance;
 
 /// Arguments of a forward pass besides the input.
 #[derive(Debug, Clone, Copy, Default)]
@@ -23,6 +24,8 @@ pub struct Context<'a> {
     /// The number of labels other than [`IGNORE_INDEX`](super::IGNORE_INDEX), or more, if it is known: on a GPU a head may skip the other
     /// positions without waiting for the labels.
     pub labelled_tokens: Option<i64>,
+    /// The sums of the load-balancing loss of the routers, if it is to be computed.
+    pub balance: Option<&'a RouterBalance>,
 }
 
 /// A [`Context`] that owns its values, for recomputation. It shares the tensors of the original, and has no cache: generation is never
@@ -34,21 +37,23 @@ pub struct OwnedContext {
     training: bool,
     accuracy: bool,
     labelled_tokens: Option<i64>,
+    balance: Option<RouterBalance>,
 }
 
 impl From<&Context<'_>> for OwnedContext {
     fn from(context: &Context<'_>) -> Self {
-        let &Context { documents, positions, extension: _, training, accuracy, labelled_tokens } = context;
+        let &Context { documents, positions, extension: _, training, accuracy, labelled_tokens, balance } =
+            context;
         let (documents, positions) =
             (documents.map(Documents::shallow_clone), positions.map(Tensor::shallow_clone));
-        Self { documents, positions, training, accuracy, labelled_tokens }
+        Self { documents, positions, training, accuracy, labelled_tokens, balance: balance.cloned() }
     }
 }
 
 impl OwnedContext {
     /// Borrows it as a [`Context`].
     pub fn borrow(&self) -> Context<'_> {
-        let &Self { ref documents, ref positions, training, accuracy, labelled_tokens } = self;
+        let &Self { ref documents, ref positions, training, accuracy, labelled_tokens, ref balance } = self;
         Context {
             documents: documents.as_ref(),
             positions: positions.as_ref(),
@@ -56,6 +61,7 @@ impl OwnedContext {
             training,
             accuracy,
             labelled_tokens,
+            balance: balance.as_ref(),
         }
     }
 }

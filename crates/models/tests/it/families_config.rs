@@ -182,7 +182,7 @@ fn what_is_not_supported_is_refused_by_name() {
         (
             "qwen3_moe",
             json!({ "output_router_logits": true }),
-            "`output_router_logits` is true, which adds a loss of balance that is not computed here",
+            "`output_router_logits` is true, which adds the load-balancing loss to every loss",
         ),
         (
             "gpt_oss",

@@ -23,6 +23,7 @@ mod mixture;
 mod nf4;
 mod parts;
 mod rope_spellings;
+mod router_loss;
 mod sharded;
 #[cfg(feature = "gguf")]
 mod stored_blocks;

@@ -277,7 +277,8 @@ impl Shared {
 /// Describes a panic of the reader's thread.
 fn described(panic: &(dyn Any + Send)) -> String {
     let text = panic.downcast_ref::<&str>().copied();
-    let text = text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message");
+    let text =
+        text.or_else(|| panic.downcast_ref::<String>().map(String::as_str)).unwrap_or("without a message");
     format!("the thread that reads experts panicked: {text}; this is a fault of the program")
 }
 

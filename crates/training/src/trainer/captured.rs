@@ -401,6 +401,7 @@ fn static_batch(batch: &Batch) -> Result<Batch> {
         tokens: like(&batch.tokens)?,
         labels: like(&batch.labels)?,
         packing: packing.transpose()?,
+        padding: Vec::new(),
         counts,
     })
 }

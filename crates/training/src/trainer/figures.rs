@@ -11,7 +11,7 @@ use crate::observer::StepRecord;
 pub(super) struct Pending {
     pub(super) record: StepRecord,
     pub(super) denominator: f64,
-    /// Fp64: the summed loss; the number of correct predictions, if requested; the device's decision ([`Figures`]), if it
+    /// Fp64: the summed loss; the number of correct predictions, if requested; the load-balancing loss, if there is one; the device's decision ([`Figures`]), if it
     /// decided.
     pub(super) sums: Tensor,
     /// How many of them are sums.
@@ -52,7 +52,9 @@ impl Trainer {
             values = rest;
             let (sums, figures) = own.split_at(parts);
             record.loss = sums[0] / denominator;
-            record.accuracy = sums.get(1).map(|right| right / denominator);
+            let (has_accuracy, has_aux) = (self.options.accuracy, self.options.router_aux_loss > 0.0);
+            record.accuracy = sums.get(1).filter(|_| has_accuracy).map(|right| right / denominator);
+            record.router_aux_loss = sums.last().filter(|_| has_aux).copied();
             let learned = match Figures::of(figures) {
                 Some(figures) => self.read_figures(&figures, &mut record),
                 None => Ok(()),

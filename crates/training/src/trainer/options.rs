@@ -10,6 +10,8 @@ use crate::optimizer::ZeroGrad;
 
 #[cfg(doc)]
 use crate::accumulation::MicroBatches;
+#[cfg(doc)]
+use models::RouterBalance;
 
 /// The reaction to a checkpoint that cannot be written.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -50,6 +52,8 @@ pub struct TrainerConfig {
     pub zero_grad: ZeroGrad,
     /// Whether to count correct predictions in each step: a pass over the logits.
     pub accuracy: bool,
+    /// The coefficient of the load-balancing loss ([`RouterBalance`]), for a model with a mixture of experts; 0 for none.
+    pub router_aux_loss: f64,
     /// Steps between reading losses from the device.
     pub log_every: u64,
     /// Steps between evaluations.
@@ -83,6 +87,7 @@ impl Default for TrainerConfig {
             overflow: Overflow::default(),
             zero_grad: ZeroGrad::default(),
             accuracy: false,
+            router_aux_loss: 0.0,
             log_every: 10,
             evaluate_every: None,
             patience: None,
@@ -105,6 +110,13 @@ impl TrainerConfig {
         }
         if self.patience == Some(0) {
             let reason = "a patience of 0 evaluations; expected at least 1";
+            return Err(Error::config("training", reason));
+        }
+        if !(self.router_aux_loss.is_finite() && self.router_aux_loss >= 0.0) {
+            let reason = format!(
+                "a coefficient of the load-balancing loss of {}; expected 0 or more",
+                self.router_aux_loss
+            );
             return Err(Error::config("training", reason));
         }
         self.clip.map_or(Ok(()), clip::check)

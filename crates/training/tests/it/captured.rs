@@ -93,6 +93,7 @@ impl Batches for Packed {
                 starts,
                 longest,
             }),
+            padding: Vec::new(),
             counts,
         }))
     }

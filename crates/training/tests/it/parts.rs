@@ -202,6 +202,7 @@ fn unequal_micro_batches_give_the_gradients_of_the_whole_batch() {
             tokens: whole.tokens.narrow(0, start, rows),
             labels: whole.labels.narrow(0, start, rows),
             packing: None,
+            padding: Vec::new(),
             counts: whole.counts,
         };
         let loss = forward(&model, &part, true, false).unwrap().sum / targets;

@@ -194,7 +194,13 @@ fn a_step_of_unequal_micro_batches_equals_the_whole_batch() {
         let [tokens, labels] =
             [&whole.tokens, &whole.labels].map(|tensor| tensor.narrow(0, start, rows).contiguous());
         let targets = labels.not_equal(IGNORE_INDEX).sum(Kind::Int64).int64_value(&[]) as usize;
-        Batch { tokens, labels, packing: None, counts: Counts { targets, ..Counts::default() } }
+        Batch {
+            tokens,
+            labels,
+            packing: None,
+            padding: Vec::new(),
+            counts: Counts { targets, ..Counts::default() },
+        }
     };
     let parts = [part(0, 1), part(1, 5), part(6, 2)];
     assert!(parts.iter().map(|part| part.counts.targets).collect::<BTreeSet<_>>().len() > 1);
