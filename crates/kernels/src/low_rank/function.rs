@@ -10,6 +10,7 @@ use super::base::{base_gradient_into, base_product};
 use super::{Affine, in_kind, rows, with_rows, with_width};
 use crate::dropout::Mask;
 use crate::matmul::{Matrix, mm, mm_into, mm_scaled, wide_kind};
+use crate::quantized::is_quantized;
 
 /// See [`low_rank_linear`](super::low_rank_linear).
 pub(super) fn apply_to(x: &Tensor, projection: &Affine<'_>) -> runtime::Result<Tensor> {
@@ -192,7 +193,10 @@ impl Function for LowRank {
                 None if self.shape.len() == 1 => Tensor::f_empty([1, inner], options)?,
                 None => Tensor::f_empty(&self.shape[..], options)?,
             };
-            base_gradient_into(&mut sum, &grad, find(Kept::Weight)?, accumulate)?;
+            let weight = find(Kept::Weight)?;
+            // A product with a quantized weight would cast the gradient to the sum's dtype once more.
+            let of_base = cast.as_ref().filter(|_| is_quantized(weight)).unwrap_or(&grad);
+            base_gradient_into(&mut sum, of_base, weight, accumulate)?;
             for (term, du) in &undropped {
                 mm_into(&mut sum, du, find(Kept::A(*term))?, true)?;
             }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use kernels::low_rank::{base_gradient_into, base_product_into};
 use kernels::matmul::{mm, wide_kind};
-use kernels::quantized::matrix_shape;
+use kernels::quantized::{is_quantized, matrix_shape};
 use kernels::swiglu::{self as fused, Clamp};
 use runtime::autograd::{Backward, Forward, Function};
 use runtime::ops::fill_rows_;
@@ -91,9 +91,9 @@ fn product(a: &Tensor, weight: &Tensor, bias: Option<&Tensor>, kind: Kind) -> Re
     Ok(result)
 }
 
-/// Returns Σ over a row of a·b, `[rows, 1]`, in the dtype of sums.
-fn dot(a: &Tensor, b: &Tensor) -> Result<Tensor> {
-    Ok(a.f_mul(b)?.f_sum_dim_intlist([-1].as_slice(), true, wide_kind(a.kind()))?)
+/// Returns Σ over a row of a·b, `[rows, 1]`, summed in fp32 and rounded to a dtype. A dtype other than a's makes a copy of the products.
+fn dot(a: &Tensor, b: &Tensor, kind: Kind) -> Result<Tensor> {
+    Ok(a.f_mul(b)?.f_sum_dim_intlist([-1].as_slice(), true, kind)?)
 }
 
 /// Returns the sum of the rows, the gradient of a bias.
@@ -128,8 +128,7 @@ impl Function for Experts {
         self.x_was_kept = (MATRICES..self.biases())
             .any(|index| is_gate_or_up(index) && ctx.needs_input_grad(index))
             || (0..self.terms.count()).any(|term| {
-                self.terms.is_to(term, ExpertTensor::GateUp)
-                    && ctx.needs_input_grad(self.terms() + 2 * term)
+                self.terms.is_to(term, ExpertTensor::GateUp) && ctx.needs_input_grad(self.terms() + 2 * term)
             });
         for tensor in &inputs[WEIGHTS..] {
             ctx.save(tensor);
@@ -151,8 +150,7 @@ impl Function for Experts {
             let mut gate = product(&x, &gate_matrix, bias(0), wide)?;
             let mut up = product(&x, &up_matrix, bias(1), wide)?;
             let of_gate_up = parts(ExpertTensor::GateUp)?;
-            let of_gate_up =
-                low_rank::add(&of_gate_up, &in_kind(x, wide)?, &mut [&mut gate, &mut up])?;
+            let of_gate_up = low_rank::add(&of_gate_up, &in_kind(x, wide)?, &mut [&mut gate, &mut up])?;
             let (gate, up) = (in_kind(gate, kind)?, in_kind(up, kind)?);
             let mut inner = gate.f_empty_like()?;
             match self.clamp {
@@ -168,7 +166,9 @@ impl Function for Experts {
             let mut result = product(&inner, &down_matrix, bias(2), wide)?;
             let of_down =
                 low_rank::add(&parts(ExpertTensor::Down)?, &in_kind(inner, wide)?, &mut [&mut result])?;
-            kept[number].iter_mut().for_each(|kept| kept.inner.extend(of_down.iter().map(Tensor::shallow_clone)));
+            kept[number]
+                .iter_mut()
+                .for_each(|kept| kept.inner.extend(of_down.iter().map(Tensor::shallow_clone)));
             rows.write(&in_kind(result, kind)?, &mut slots)?;
         }
         drop(loads);
@@ -228,13 +228,15 @@ impl Function for Experts {
             let of_gate_up = self.terms.parts(expert, ExpertTensor::GateUp, &terms)?;
             let us: Vec<Tensor> = products_of_terms.by_ref().take(of_gate_up.len()).collect();
             let mut q = Tensor::f_empty(gate.size().as_slice(), (wide, gate.device()))?;
-            base_gradient_into(&mut q, &grad, &down_matrix, false)?;
+            // Where a term needs the gradient in the dtype of sums, a quantized matrix is multiplied by the same cast.
+            let wide_grad = (!of_down.is_empty()).then(|| grad.f_to_kind(wide)).transpose()?;
+            let of_base = wide_grad.as_ref().filter(|_| is_quantized(&down_matrix)).unwrap_or(&grad);
+            base_gradient_into(&mut q, of_base, &down_matrix, false)?;
             // Of a term, ∂L/∂(h·Cᵀ) before it is multiplied by w.
             let mut of_vs = Vec::new();
-            if !of_down.is_empty() {
-                let grad = grad.f_to_kind(wide)?;
+            if let Some(grad) = &wide_grad {
                 for part in &of_down {
-                    let of_v = low_rank::gradient_of_u(part, &[&grad])?;
+                    let of_v = low_rank::gradient_of_u(part, &[grad])?;
                     low_rank::add_gradient(part, &of_v, &mut q)?;
                     of_vs.push(of_v);
                 }
@@ -246,11 +248,13 @@ impl Function for Experts {
                 None => fused::backward(gate, up, None, of_inner)?,
             };
             if let Some(of_weights) = &mut of_weights {
-                let of_product = dot(&q, &inner)?;
                 // A result has its bias, too.
                 let of_result = match biases.get(3 * number + 2) {
-                    Some(bias) => of_product.f_add(&dot(&grad, bias)?)?,
-                    None => of_product,
+                    Some(bias) => {
+                        let wide = wide_kind(kind);
+                        dot(&q, &inner, wide)?.f_add(&dot(&grad, bias, wide)?)?
+                    }
+                    None => dot(&q, &inner, kind)?,
                 };
                 rows.write(&of_result.f_to_kind(of_weights.kind())?, of_weights)?;
             }
@@ -263,7 +267,7 @@ impl Function for Experts {
             };
             let needed_bias = |which: usize| {
                 let index = self.biases() + 3 * number + which;
-                (index < self.inputs() && ctx.needs_input_grad(index)).then_some(index)
+                (index < self.terms() && ctx.needs_input_grad(index)).then_some(index)
             };
             if needed(2).is_some() || needed_bias(2).is_some() {
                 let of_result = grad.f_mul(&weights)?;
@@ -274,9 +278,9 @@ impl Function for Experts {
                     gradients[index] = Some(sum_of_rows(&of_result)?);
                 }
             }
-            if !of_down.is_empty() {
+            if let Some(grad) = &wide_grad {
                 let weights = weights.f_to_kind(wide)?;
-                let of_result = grad.f_to_kind(wide)?.f_mul(&weights)?;
+                let of_result = grad.f_mul(&weights)?;
                 let inner = inner.f_to_kind(wide)?;
                 for ((part, of_v), v) in of_down.iter().zip(of_vs).zip(products_of_terms) {
                     of_terms.write_b(&self.terms, expert, part, &[&of_result], &v)?;
@@ -288,7 +292,7 @@ impl Function for Experts {
                     gradients[index] = Some(sum_of_rows(of_product)?);
                 }
             }
-            drop((grad, inner));
+            drop((grad, wide_grad, inner));
             if let Some(x) = x_nh.as_ref().map(|x_nh| rows.of_tokens(x_nh)).transpose()? {
                 for (which, of_product) in [&of_gate, &of_up].into_iter().enumerate() {
                     if let Some(index) = needed(which) {

@@ -42,7 +42,7 @@ pub fn rows() -> Vec<Row> {
         [&mixture, &few_experts].into_iter().flat_map(of_attention).collect(),
         [&square, &long].into_iter().flat_map(adapters).collect(),
         [&square, &long].into_iter().flat_map(dora_and_pissa).collect(),
-        quantized_shapes.flat_map(quantized).collect(),
+        quantized_shapes.chain([&mixture, &few_experts]).flat_map(quantized).collect(),
         [&square, &llama].into_iter().flat_map(all_logits).collect(),
     ]
     .concat()
