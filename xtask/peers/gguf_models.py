@@ -7,8 +7,8 @@
   tokenizer's, and the others' are listed under their names.
 - `prompts`: tokens, the 64 that transformers adds greedily in fp32 (`gguf_file=`), the smallest margin of a chosen logit over the
   second, and logits of evenly spaced tokens after the prompt and after the last but one added token.
-- `wikitext`: losses of the first rows of the test split of WikiText-2: the text tokenized as a whole, a begin token where the model has
-  one, rows of 512 tokens of which the first is the last of the row before; the sum of the other 511 tokens' negative log-likelihoods.
+- `losses`: those of the first rows of the test split of WikiText-2: the text tokenized as a whole, rows of 512 tokens of which the first
+  is the begin token, or where the model has none the last of the row before; the sum of the other 511 tokens' negative log-likelihoods.
 
 A file that holds the embedding twice, in two types, is computed as it is (`untied`) and with the finer copy for both.
 
@@ -133,8 +133,10 @@ def computed(model, prompts, rows):
     return {"prompts": of_prompts, "losses": losses}
 
 
-def rows_of(ids):
-    return [ids[at * (ROW - 1) : at * (ROW - 1) + ROW] for at in range(ROWS)]
+def rows_of(ids, begin):
+    """Rows of 512 tokens, each with the begin token (a list of one or none)."""
+    new = ROW - 1
+    return [begin + ids[at * new : at * new + ROW - len(begin)] for at in range(ROWS)]
 
 
 def write(name, path, wikitext, folder, original):
@@ -147,8 +149,8 @@ def write(name, path, wikitext, folder, original):
     prompts = [begin + tokenizer.encode(text, add_special_tokens=False) for text in PROMPTS]
     # Enough characters for all rows; the cut is at a line's end.
     text = wikitext.read_text(encoding="utf-8")
-    ids = begin + tokenizer.encode(text[: text.index("\n", ROW * ROWS * 8)], add_special_tokens=False)
-    rows = rows_of(ids)
+    ids = tokenizer.encode(text[: text.index("\n", ROW * ROWS * 8)], add_special_tokens=False)
+    rows = rows_of(ids, begin)
     assert len(rows[-1]) == ROW
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"

@@ -7,7 +7,7 @@
 //! | any fields, by two [templates](dataloading::records::PromptTemplates) | the record | the second and an end token |
 //! | `text` | the record | everything, and an end token |
 //! | `input_ids` and `labels` | the record | what is labelled |
-//! | plain text | as many tokens as fit | everything |
+//! | plain text | the begin token, if the model has one, and as many tokens as fit | everything |
 //!
 //! A [`RowEncoder`] makes rows of what records hold ([`dataloading::records`]). A text is tokenized once, as a whole, and
 //! what is learned follows from the part of the text that each token is of ([`dataloading::tokenizer::Encoded`]): so a row has the tokens

@@ -143,6 +143,28 @@ fn every_token_of_a_text_is_predicted_once() {
     assert!(rows.iter().all(|row| row.tokens.len() <= 16));
 }
 
+/// Also where the text has the begin token itself.
+#[test]
+fn every_row_of_a_text_begins_with_the_begin_token_of_the_model() {
+    const BEGIN: u32 = 1;
+    let mut setting = Setting::new();
+    (setting.options.longest, setting.options.begin) = (16, Some(BEGIN));
+    let text = "Ann has 5 pears and buys 3 more. ".repeat(9);
+    let ids = Setting::tokenizer().encode(&text).unwrap();
+    let all: Vec<i64> = ids.into_iter().chain([END]).map(i64::from).collect();
+    for text in [text.clone(), format!("<|padding|>{text}")] {
+        let files = setting.files("plain.txt", &text);
+        let rows = rows::texts(&files, &setting.encoder(), None).unwrap().to_vec().unwrap();
+        assert!(rows.iter().all(|row| row.tokens[0] == i64::from(BEGIN) && row.labels == row.tokens));
+        let (last, full) = rows.split_last().unwrap();
+        assert!(full.iter().all(|row| row.tokens.len() == 16) && (2..=16).contains(&last.tokens.len()));
+        let predicted: Vec<i64> = rows.iter().flat_map(|row| row.labels[1..].to_vec()).collect();
+        assert_eq!(predicted, all);
+    }
+    let error = rows::texts(&setting.files("empty.txt", ""), &setting.encoder(), None).unwrap_err();
+    assert!(error.to_string().contains("no text in it"), "{error}");
+}
+
 #[test]
 fn bad_lines_are_named() {
     let mut setting = Setting::new();
