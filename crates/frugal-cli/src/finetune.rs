@@ -17,7 +17,7 @@ use clap::Args;
 use frugal::config::{Config, Given, Task};
 use frugal::models::hugging_face::Folder;
 use frugal::models::module::ParameterCount;
-use frugal::planning::{self, DataShape};
+use frugal::planning::{self, DataShape, WeightFormat};
 use frugal::run_folder::SplitRecord;
 use frugal::training::Batches;
 use frugal::training::masked_rows::{Layout, MaskedBatches};
@@ -188,7 +188,7 @@ fn tune(mut job: Job<'_>) -> anyhow::Result<()> {
     let shape = DataShape::of(&train, steps.saturating_mul(job.config().training.accumulation as u64))?;
     let planned = job.plan(PlannedTraining {
         shape: Some(folder.config()),
-        kind,
+        format: WeightFormat::of(&folder, kind)?,
         device,
         data: match &validation {
             Some(validation) => shape.with_evaluations(validation)?,

@@ -157,8 +157,9 @@ fn train(job: Job<'_>) -> anyhow::Result<()> {
         && matches!(config.data.strategy.parse(), Ok(Strategy::Packed | Strategy::Sequenced));
     let shape = DataShape::uniform(config.training.batch as u64, length as u64, is_packed);
     let resumes = job.resumes();
+    let format = kind.into();
     let planned =
-        job.plan(PlannedTraining { shape: file.as_ref(), kind, device, data: shape, steps, resumes })?;
+        job.plan(PlannedTraining { shape: file.as_ref(), format, device, data: shape, steps, resumes })?;
     let Some(planned) = planned else { return Ok(()) };
 
     // The output folder and the model.

@@ -67,6 +67,9 @@ pub enum Error {
     /// The training loop.
     #[error(transparent)]
     Training(#[from] training::Error),
+    /// A prediction of bytes.
+    #[error(transparent)]
+    Accounting(#[from] accounting::Error),
 }
 
 impl Error {

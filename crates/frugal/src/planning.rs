@@ -13,6 +13,7 @@ mod known_rates;
 mod master_weights;
 mod peak_usage;
 mod rates;
+mod weight_format;
 
 pub use budget::{Budget, FREE_SHARE, LEAST_RESERVE, RESERVE, default_budget, enforce};
 pub use captured::{capture_refusal, captured_memory, captured_text};
@@ -22,6 +23,7 @@ pub use known_rates::KnownRates;
 pub use master_weights::{SLOWER, Searched, choose_master_weights, states_fit, trains_half};
 pub use peak_usage::{MemorySamples, PeakMeter, PeakUsage, note_preparation};
 pub use rates::{MachineRates, file_read_rate, layer_load_rate, loopback_rate};
+pub use weight_format::WeightFormat;
 
 use accounting::memory::logits::Loss;
 use accounting::memory::quantized::StoredBytes;
@@ -62,7 +64,7 @@ pub fn trained_recipe(kind: Kind, master_weights: bool) -> Recipe {
 }
 
 /// Returns the number formats of a model whose weights are in `kind`. Optimizers keep their state in fp32. Of the
-/// blocks of a GGUF file the bytes are not known here.
+/// blocks of a GGUF file the bytes are not known here: [`WeightFormat::recipe`] has them.
 pub fn recipe(kind: Kind) -> Recipe {
     match kind {
         Kind::Float => Recipe::FP32,

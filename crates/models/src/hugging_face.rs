@@ -189,6 +189,16 @@ impl Folder {
         self.weights.gguf.as_ref().map(gguf_weights::GgufWeights::file)
     }
 
+    /// Returns the bytes of each matrix as [`Folder::load`] keeps it in [`blocks::KIND`], by the model's name; `None` for a folder that is
+    /// not over a GGUF file.
+    ///
+    /// # Errors
+    /// A type of blocks that products do not read.
+    #[cfg(feature = "gguf")]
+    pub fn matrix_bytes(&self) -> Result<Option<Vec<(String, u64)>>> {
+        self.gguf_file().map(|file| stored_blocks::matrix_bytes(file, self.config.vocab_size)).transpose()
+    }
+
     /// Returns the path of `tokenizer.json`, if it exists.
     pub fn tokenizer(&self) -> Option<PathBuf> {
         Some(self.path.join(TOKENIZER)).filter(|path| path.is_file())

@@ -59,20 +59,23 @@ pub fn fill(part: &mut (impl Module + ?Sized), prefix: &str, file: &ModelFile) -
     map_modules(part, &mut Fill { prefix, file, embedding: None })
 }
 
-/// The bytes of each matrix in the blocks of a file, by the model's name, for a plan: see [`load`].
+/// Returns the bytes of each matrix of a model in the blocks of a file, by the model's name, for a plan: see [`load_with`].
 ///
 /// # Errors
 /// A type of blocks that products do not read.
-pub fn matrix_bytes(file: &ModelFile) -> Result<Vec<(String, u64)>> {
+pub fn matrix_bytes(file: &ModelFile, vocabulary: i64) -> Result<Vec<(String, u64)>> {
     let bytes = |tensor: &FileTensor| {
+        let &[rows, columns] = &tensor.shape[..] else { return Ok(None) };
         let name = tensor.name.strip_prefix("model.").unwrap_or(&tensor.name).to_owned();
-        let numbers: u64 = tensor.shape.iter().product();
-        Ok(match block_type(file, tensor)?.filter(|_| tensor.has_blocks()) {
-            Some(stored) => (name, numbers / stored.values() as u64 * stored.bytes() as u64),
-            None => (name, 2 * numbers),
-        })
+        let has_tokens = [EMBEDDING, LM_HEAD].contains(&&*name);
+        let rows = if has_tokens { rows.max(vocabulary.unsigned_abs()) } else { rows };
+        let of_row = match block_type(file, tensor)?.filter(|_| tensor.has_blocks()) {
+            Some(stored) => columns / stored.values() as u64 * stored.bytes() as u64,
+            None => 2 * columns,
+        };
+        Ok(Some((name, rows * of_row)))
     };
-    file.tensors().iter().map(bytes).collect()
+    file.tensors().iter().filter_map(|tensor| bytes(tensor).transpose()).collect()
 }
 
 /// Appends rows of zeros to the embedding and the head, to `vocabulary` rows. A block of zeros has the values 0 in every type.

@@ -64,10 +64,13 @@ fn chunked(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<Item>, Erro
     let tokens = options.work.tokens()?;
     let labelled = options.labelled.unwrap_or(tokens);
     let c = options.recipe.compute.storage_bits() / 8;
-    let chunk = options.loss.chunk_of(tokens).unwrap_or(labelled);
-    // Chunks are as even as possible.
-    let chunks = labelled.div_ceil(exact::positive("tokens of a chunk of logits", chunk)?);
-    let rows = labelled.div_ceil(chunks);
+    let chunk =
+        exact::positive("tokens of a chunk of logits", options.loss.chunk_of(tokens).unwrap_or(labelled))?;
+    // Chunks are as even as possible, so a batch of somewhat fewer labels may have larger ones: its chunks are full.
+    let rows = match options.labelled {
+        None => labelled.div_ceil(labelled.div_ceil(chunk)),
+        Some(labelled) => labelled.min(chunk),
+    };
     let narrow = [rows, model.hidden];
     let mut items = vec![
         Item::new("tile of logits in fp32", 4, &[rows, model.vocabulary])?,
@@ -77,8 +80,8 @@ fn chunked(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<Item>, Erro
     if labelled < tokens || c < 4 {
         items.push(Item::new("a chunk's gradient of its hidden states", 4, &narrow)?);
     }
-    if let Some(tile) = tile(model, options.recipe, 4)? {
-        items.push(tile);
+    if let Some(bytes) = training_tile(model, options.recipe)? {
+        items.push(Item { name: "a tile of the output matrix", bytes });
     }
     if c < 4 {
         items.push(Item::new("the same, rounded", c, &narrow)?);
@@ -89,13 +92,25 @@ fn chunked(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<Item>, Erro
     Ok(items)
 }
 
-/// The tile of an output matrix in the blocks of a file, in numbers of `bytes`.
-fn tile(model: &Decoder, recipe: &Recipe, bytes: u64) -> Result<Option<Item>, Error> {
+/// Bytes of the largest tile that a fused loss has of an output matrix in the blocks of a file, in fp32: some rows for the logits, some
+/// columns for the gradient of the hidden states.
+fn training_tile(model: &Decoder, recipe: &Recipe) -> Result<Option<u64>, Error> {
     if !matches!(recipe.matrices, Matrices::Blocks(_)) {
         return Ok(None);
     }
-    let bytes = quantized::tile_bytes(quantized::CPU_TILE, model.vocabulary, model.hidden, bytes)?;
-    Ok(Some(Item { name: "a tile of the output matrix", bytes }))
+    let tile = |length, width| quantized::tile_bytes(quantized::CPU_TILE, length, width, 4);
+    let (rows, columns) = (tile(model.vocabulary, model.hidden)?, tile(model.hidden, model.vocabulary)?);
+    Ok(Some(rows.max(columns)))
+}
+
+/// Bytes of the tile of an output matrix in the blocks of a file that logits in numbers of `bytes` are computed with.
+fn inference_tile(model: &Decoder, recipe: &Recipe, bytes: u64) -> Result<u64, Error> {
+    match recipe.matrices {
+        Matrices::Blocks(_) => {
+            quantized::tile_bytes(quantized::CPU_TILE, model.vocabulary, model.hidden, bytes)
+        }
+        _ => Ok(0),
+    }
 }
 
 /// Returns the peak bytes of the head of a training step, from the last block's output to the gradient of that output, beyond what
@@ -178,7 +193,7 @@ pub(crate) fn inference_bytes(
         Logits::LastToken => options.work.batch,
     };
     let logits = product("bytes of the logits", &[rows, model.vocabulary, c])?;
-    let tile = tile(model, options.recipe, c)?.map_or(0, |tile| tile.bytes);
+    let tile = inference_tile(model, options.recipe, c)?;
     let logits = sum("bytes of the head", [logits, tile])?;
     // First the block's output and the norm's, then the norm's and the logits.
     sum("bytes of the head", [narrow, narrow.max(logits)])

@@ -6,12 +6,11 @@ use anyhow::bail;
 use frugal::Config;
 use frugal::companion_files::CompanionFiles;
 use frugal::config::{Dtype, NewTokenInit};
-use frugal::lora::TokenIndices;
 use frugal::models::hugging_face::Folder;
 use frugal::recipe::{NewRow, NewRows};
 
 use crate::common_flags::Common;
-use crate::folder::vocabulary::{grown, padded};
+use crate::folder::vocabulary::{grown, padded, trained_rows};
 use crate::output::figures::counted;
 
 /// A model with new tokens.
@@ -89,13 +88,7 @@ pub(super) fn add(
     // An adapter trains the rows of the embedding, and of a head of its own.
     let mut config = config.clone();
     if let Some(adapter) = &mut config.adapter {
-        let indices = match folder.config().tie_word_embeddings {
-            true => TokenIndices::Embedding(ids),
-            false => {
-                let modules = ["embed_tokens", "lm_head"].map(|name| (name.to_owned(), ids.clone()));
-                TokenIndices::ByModule(modules.into())
-            }
-        };
+        let indices = trained_rows(ids, folder.config().tie_word_embeddings);
         match &adapter.trainable_token_indices {
             Some(given) if *given != indices => bail!(
                 "`adapter.trainable_token_indices` names other tokens than `model.new_tokens`, which are {}; leave it out: the rows of \

@@ -36,7 +36,8 @@ pub(crate) const PLAN: u8 = 64;
 const TRAININGS: u8 = TRAIN | FINETUNE;
 
 /// Keys that decide nothing of a step: `frugal plan` takes their flags, so that those of a training can be given to it, and does not list them.
-pub(crate) const OF_NO_STEP: [&str; 15] = [
+pub(crate) const OF_NO_STEP: [&str; 16] = [
+    "model.new_token_init",
     "training.steps",
     "training.epochs",
     "training.checkpoint_every",
@@ -113,7 +114,7 @@ const RUN: &str = "Run";
 /// A model and its data are in the file or among the assignments if no flag gives them.
 const IN_FILE: [&str; 2] = ["config", "set"];
 
-static TABLE: [&[Flag]; 25] = [
+static TABLE: [&[Flag]; 26] = [
     flags! { OPTIONS, FINETUNE;
         "model.name", "--model" ~ "--base-model" ~ "--model-name" ~ "--model-name-or-path" => text("NAME_OR_FOLDER"),
             "A folder in Hugging Face's layout, a GGUF file, a name in Ollama's store (ollama:NAME), a name on the hub, such as Qwen/Qwen2.5-0.5B, or the output folder of a training of all weights",
@@ -123,6 +124,8 @@ static TABLE: [&[Flag]; 25] = [
         "model.untied", "--untied" => switch("true"), "Of a GGUF file that holds the embedding again as the output head, keep both";
         "model.dtype", "--dtype" => choice::<Dtype>("DTYPE"), "Dtype of the weights [default: that of the files]";
         "", "--method" => choice::<MethodArg>("METHOD"), "What is trained [default: lora]";
+    },
+    flags! { OPTIONS, FINETUNE | PLAN;
         "model.new_tokens", "--new-tokens" => Takes::One { name: "FILE", parser: values::new_tokens },
             "Tokens to add: one a line, or a JSON list of texts and objects such as {\"token\": \"<|call|>\", \"special\": true, \"from\": \"call\"}; an adapter trains their rows of the embedding and of the head alone";
         "model.new_token_init", "--new-token-init" => choice::<NewTokenInit>("INIT"),
@@ -133,7 +136,7 @@ static TABLE: [&[Flag]; 25] = [
     flags! { OPTIONS, PLAN;
         "", "--method" => choice::<StepArg>("METHOD"), "What a step computes [default: lora]";
         "model.dtype", "--dtype" => choice::<Dtype>("DTYPE"),
-            "Dtype of the weights: float32, bfloat16 or nf4 [default: that of the files in the folder --model; without one bfloat16, and float32 where all weights are trained]";
+            "Dtype of the weights: float32, bfloat16, nf4, or gguf for the blocks of a GGUF file [default: that of the files in the folder --model; without one bfloat16, and float32 where all weights are trained]";
         "data.max_length", "--length" | "--max-length" | "--tokens" | "--sequence" | "--max-seq-length" | "--max-seq-len" => Takes::One { name: "LENGTH", parser: values::least::<1> },
             "Tokens of a row, as finetune's --max-length [default: 512, or the model's context if that is shorter]";
         "training.batch", "--batch-size" | "--batch" | "--per-device-train-batch-size" => Takes::One { name: "BATCH_SIZE", parser: values::size },

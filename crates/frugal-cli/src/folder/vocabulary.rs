@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use lora::LoraConfig;
 use lora::peft::{CONFIG_FILE, TENSORS_FILE};
+use lora::{LoraConfig, TokenIndices};
 use models::hugging_face::Folder;
 use models::tensors_file::TensorsFile;
 
@@ -18,6 +18,15 @@ pub(crate) fn padded(stored: i64, tokens: i64, multiple: Option<i64>) -> i64 {
     }
     let multiple = multiple.unwrap_or(1).max(1);
     (tokens + multiple - 1) / multiple * multiple
+}
+
+/// Returns the rows that an adapter trains for new tokens: those of the embedding, and of a head of its own.
+pub(crate) fn trained_rows(tokens: Vec<i64>, is_tied: bool) -> TokenIndices {
+    if is_tied {
+        return TokenIndices::Embedding(tokens);
+    }
+    let modules = ["embed_tokens", "lm_head"].map(|name| (name.to_owned(), tokens.clone()));
+    TokenIndices::ByModule(modules.into())
 }
 
 /// Opens a model's folder with a vocabulary of `rows` rows.

@@ -1,6 +1,7 @@
 //! `frugal plan`: the ways to run a step within a budget, at this machine's measured rates or at a GPU's.
 
 mod compare;
+mod new_tokens;
 mod ranks;
 mod rates;
 mod search;
@@ -20,7 +21,8 @@ use anyhow::{anyhow, bail};
 use clap::Args;
 use frugal::config::{ActivationPlan, Bytes, OffloadTier, Task};
 use frugal::models::DecoderConfig;
-use frugal::planning::{self, Budget, MachineRates, NotPredicted};
+use frugal::models::hugging_face::Folder;
+use frugal::planning::{self, Budget, MachineRates, NotPredicted, WeightFormat};
 use frugal::{Config, Recipe};
 use kernels::quantized::blocks;
 use report::cli::Failure;
@@ -32,6 +34,7 @@ use super::step_args::known_hardware;
 use crate::common_flags::Common;
 use crate::flags::Flags;
 use crate::flags::table::PLAN;
+use crate::output::figures::counted;
 use crate::output::shell_command::shell_word;
 use crate::run::plan::{NOTHING_FITS, budget_text, fitting};
 use ranks::RanksArgs;
@@ -79,8 +82,8 @@ pub(crate) struct PlannedStep {
     pub(crate) work: Workload,
     /// Gradient accumulation steps: batches of a step.
     batches: u64,
-    /// Dtype of the weights.
-    kind: Kind,
+    /// Format of the weights.
+    format: WeightFormat,
     /// The device whose kernels compute it.
     device: Device,
     /// Where offloaded layers live.
@@ -176,13 +179,13 @@ fn conditions(common: &Common, arguments: &StepArgs) -> anyhow::Result<Condition
 /// The step of the flags, checked.
 fn planned(arguments: &StepArgs, device: Device) -> anyhow::Result<PlannedStep> {
     // The model, and the training that finetune would have.
-    let model = arguments.model.decoder()?;
-    let config = arguments.config()?;
+    let (model, config) =
+        new_tokens::added(&arguments.model, arguments.model.decoder()?, arguments.config()?)?;
     let tokens = config.data.max_length.map_or_else(|| model.context.min(512), |length| length as u64);
     if tokens > model.context {
         bail!("--length {tokens}: the model takes rows of {} at most", model.context);
     }
-    let kind = arguments.dtype(&config)?;
+    let format = arguments.format(&config, model.vocabulary)?;
     if !arguments.is_inference() {
         Recipe::new(&config)?;
     }
@@ -206,19 +209,23 @@ fn planned(arguments: &StepArgs, device: Device) -> anyhow::Result<PlannedStep> 
     let work = Workload { batch: config.training.batch as u64, sequence: tokens };
     let is_one_batch = arguments.is_inference() || arguments.ranks.ranks > 1;
     let batches = if is_one_batch { 1 } else { config.training.accumulation as u64 };
-    let weights = quantized::model_bytes(&model, &planning::recipe(kind))?;
+    let weights = quantized::model_bytes(&model, &format.recipe())?;
     let low_rank = |adapter| planning::low_rank(adapter, &shape(&model), on_cpu).map_err(not_predicted);
     let lora = config.adapter.as_ref().map(low_rank).transpose()?;
     if let Some(adapter) = config.adapter.as_ref().filter(|_| arguments.flags.has(&["--targets"])) {
         adapter.check_matches(&shape(&model)).map_err(frugal::Error::from)?;
     }
-    let trains = match &lora {
+    let rows = lora.map_or(0, |lora| lora.token_rows.trained);
+    let mut trains = match &lora {
         Some(lora) if lora.magnitudes => format!("DoRA of rank {} on {}", lora.rank, lora.targets),
         Some(lora) => format!("adapters of rank {} on {}", lora.rank, lora.targets),
         None if arguments.is_inference() => "forward only".to_owned(),
         None => "all weights are trained".to_owned(),
     };
-    Ok(PlannedStep { config, model, lora, work, batches, kind, device, tier, weights, trains })
+    if rows > 0 {
+        trains += &format!(" and {} of tokens", counted(rows, "row"));
+    }
+    Ok(PlannedStep { config, model, lora, work, batches, format, device, tier, weights, trains })
 }
 
 /// The error where nothing fits, with what suffices. `ways` are the bytes that each takes on the device and on the host.
@@ -258,7 +265,7 @@ fn head(arguments: &StepArgs, conditions: &Conditions) -> anyhow::Result<Vec<(St
     let Conditions { planned, machine, budget, memory, sharing, .. } = conditions;
     let parameters = grouped(planned.model.parameters()?.into());
     let source = match arguments.hardware {
-        Some(gpu) => format!("{} in {}", gpu.name, planning::recipe(planned.kind).compute),
+        Some(gpu) => format!("{} in {}", gpu.name, planned.format.recipe().compute),
         None => "measured".to_owned(),
     };
     let of_a_rank = if *sharing > 1 { " of a rank" } else { "" };
@@ -311,6 +318,7 @@ fn shape(model: &Decoder) -> DecoderConfig {
         family: model.family,
         num_key_value_heads: size(model.kv_heads),
         head_dim: size(model.head_dim),
+        tie_word_embeddings: model.tied,
         ..DecoderConfig::llama(vocabulary, hidden, feed_forward, size(model.layers), size(model.heads))
     }
 }
@@ -358,28 +366,44 @@ impl StepArgs {
         kind.filter(|kind| matches!(kind, Kind::Float | Kind::BFloat16) || is_quantized(*kind))
     }
 
-    /// The dtype of the weights.
+    /// The format of the weights.
     ///
     /// # Errors
     /// Dtypes for which no plan is made, or that cannot be trained.
-    fn dtype(&self, config: &Config) -> anyhow::Result<Kind> {
+    fn format(&self, config: &Config, vocabulary: u64) -> anyhow::Result<WeightFormat> {
         let trains_all = config.adapter.is_none() && !self.is_inference();
         let Some(kind) = self.kind(config) else {
-            return Ok(if trains_all { Kind::Float } else { Kind::BFloat16 });
+            return Ok(if trains_all { Kind::Float } else { Kind::BFloat16 }.into());
         };
         let is_quantized = planning::recipe(kind).is_quantized();
+        let name = if kind == blocks::KIND { "gguf" } else { "nf4" };
         match kind {
             Kind::Float | Kind::BFloat16 => {}
-            _ if !is_quantized || kind == blocks::KIND => {
-                bail!("--dtype: a plan is made for float32, bfloat16 and nf4")
+            _ if !is_quantized => bail!("--dtype: a plan is made for float32, bfloat16, nf4 and gguf"),
+            _ if trains_all => {
+                bail!("--dtype {name}: quantized weights cannot be trained; give --method lora")
             }
-            _ if trains_all => bail!("--dtype nf4: 4-bit weights cannot be trained; give --method lora"),
             _ if self.ranks.ranks > 1 => {
-                bail!("--dtype nf4: a plan over several ranks is made for float32 and bfloat16")
+                bail!("--dtype {name}: a plan over several ranks is made for float32 and bfloat16")
             }
             _ => {}
         }
-        Ok(kind)
+        if kind != blocks::KIND {
+            return Ok(kind.into());
+        }
+        if let Some(gpu) = self.hardware {
+            bail!("--dtype gguf: blocks are multiplied on a CPU only, not on {}; give --dtype nf4", gpu.name);
+        }
+        let folder = self.model.folder().map(|folder| Folder::open(&folder)).transpose()?;
+        match folder.filter(|folder| folder.gguf_file().is_some()) {
+            Some(folder) => {
+                let folder = folder.with_vocabulary(i64::try_from(vocabulary).unwrap_or(i64::MAX));
+                Ok(WeightFormat::of(&folder, kind)?)
+            }
+            None => {
+                bail!("--dtype gguf keeps the blocks of a file; give a GGUF file as --model, or --dtype nf4")
+            }
+        }
     }
 
     /// The memory limit: of the process or of this machine's GPU, or of one that is named.
@@ -392,7 +416,8 @@ impl StepArgs {
     }
 
     fn costs(&self, planned: &PlannedStep, machine: &MachineRates) -> anyhow::Result<StepCosts> {
-        let &PlannedStep { ref model, ref config, ref lora, work, kind, .. } = planned;
+        let &PlannedStep { ref model, ref config, ref lora, work, format, .. } = planned;
+        let kind = format.kind;
         let vocabulary = i64::try_from(model.vocabulary).unwrap_or(i64::MAX);
         let loss_tokens = match config.loss.chunk_tokens {
             Some(tokens) => tokens.unsigned_abs(),
@@ -409,10 +434,10 @@ impl StepArgs {
 
     /// The number formats of the step.
     fn recipe(&self, planned: &PlannedStep) -> AccountedRecipe {
-        let PlannedStep { config, kind, .. } = planned;
+        let PlannedStep { config, format, .. } = planned;
         match config.adapter.is_none() && !self.is_inference() {
-            true => planning::trained_recipe(*kind, config.optimizer.master_weights.keeps_copies()),
-            false => planning::recipe(*kind),
+            true => planning::trained_recipe(format.kind, config.optimizer.master_weights.keeps_copies()),
+            false => format.recipe(),
         }
     }
 
@@ -429,9 +454,14 @@ impl StepArgs {
             None if self.is_inference() => &[Direction::Forward],
             None => &[Direction::Forward, Direction::Backward],
         };
-        let quantized = planning::recipe(planned.kind).is_quantized();
-        let bytes =
-            if quantized { quantized::NF4_WEIGHT_BYTES } else { planned.kind.elt_size_in_bytes() as f64 };
+        let bytes = match planned.format {
+            // Of all weights: those of a layer's are not known apart.
+            WeightFormat { stored: Some(_), .. } => {
+                planned.weights as f64 / planned.model.parameters()? as f64
+            }
+            format if format.recipe().is_quantized() => quantized::NF4_WEIGHT_BYTES,
+            format => format.kind.elt_size_in_bytes() as f64,
+        };
         let least = |&pass: &Direction| -> anyhow::Result<_> {
             Ok((pass, plan.least_tokens(machine.flops, &machine.transfers, bytes, pass)?))
         };

@@ -76,7 +76,7 @@ fn command_lines() {
         (
             "--model qwen2.5-7b --dtype float16",
             1,
-            "error: --dtype: a plan is made for float32, bfloat16 and nf4",
+            "error: --dtype: a plan is made for float32, bfloat16, nf4 and gguf",
         ),
         (
             "--model qwen2.5-7b --ranks 4 --nodes 2",

@@ -10,7 +10,7 @@ use accounting::quantity::bytes_text;
 use frugal::Config;
 use frugal::config::{ActivationPlan, MasterWeights};
 use frugal::models::DecoderConfig;
-use frugal::planning::{self, Budget, DataShape, KnownRates, NotPredicted, Searched};
+use frugal::planning::{self, Budget, DataShape, KnownRates, NotPredicted, Searched, WeightFormat};
 use frugal::recipe::Handles;
 use frugal::training::trainer::{CheaperPlan, CheaperPlans};
 use report::cli::Failure;
@@ -41,8 +41,8 @@ const CACHE_SLACK: u8 = 25;
 pub(crate) struct PlannedTraining<'a> {
     /// The model's shape; `None` for one whose activations are not predicted.
     pub(crate) shape: Option<&'a DecoderConfig>,
-    /// The dtype of its weights.
-    pub(crate) kind: Kind,
+    /// The format of its weights.
+    pub(crate) format: WeightFormat,
     pub(crate) device: Device,
     pub(crate) data: DataShape,
     pub(crate) steps: u64,
@@ -124,7 +124,7 @@ impl RunPlan {
             let question = Question {
                 config: &run_plan.decided(config),
                 shape,
-                kind: planned.kind,
+                format: planned.format,
                 device,
                 data: &prediction.data,
                 budget,
@@ -322,7 +322,8 @@ fn predict(
     planned: &PlannedTraining<'_>,
     budget: Budget,
 ) -> Result<(Prediction, Option<(MasterWeights, Kind)>), NotPredicted> {
-    let PlannedTraining { kind, device, ref data, steps, resumes, .. } = *planned;
+    let PlannedTraining { format, device, ref data, steps, resumes, .. } = *planned;
+    let kind = format.kind;
     let mut allowed = planning::allowed(config, shape.num_hidden_layers.unsigned_abs() as usize, device)?;
     allowed.splits &= !resumes;
     let bytes = on_paper::AvailableMemory { device: budget.tensors(), host: None };
@@ -330,7 +331,7 @@ fn predict(
         planning::choose_master_weights(config, kind, |master_weights| {
             let mut config = config.clone();
             config.optimizer.master_weights = master_weights;
-            let job = planning::job(&config, shape, (kind, device), data, rates)?;
+            let job = planning::job(&config, shape, (format, device), data, rates)?;
             let result = job.search(&allowed, bytes)?;
             Ok((job, result))
         })
@@ -382,7 +383,8 @@ fn unpredicted(
         MasterWeights::Auto => MasterWeights::Stochastic,
         way => way,
     };
-    planning::trains_half(config, planned.kind).then_some((way, planned.kind))
+    let kind = planned.format.kind;
+    planning::trains_half(config, kind).then_some((way, kind))
 }
 
 /// How trained weights of 16 bits take small updates.

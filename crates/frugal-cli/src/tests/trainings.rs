@@ -1,6 +1,9 @@
 //! Trainings from scratch, and what their folders say.
 
+use gguf::ReadOptions;
+use models::hugging_face::Folder;
 use serde_json::Value;
+use tch::Device;
 
 use super::session::Session;
 use super::tiny_folder::{lines, losses};
@@ -144,6 +147,43 @@ fn a_dry_run_shows_the_plan_for_the_data() {
     assert!(said.contains("the memory of a step is not predicted for"), "{said}");
     let error = tiny.fail("plan --model model --data my.jsonl");
     assert!(error.contains("`frugal finetune --model model --data my.jsonl --dry-run`"), "{error}");
+}
+
+/// The bytes are those of the tensors that are loaded, in seven types of blocks.
+#[test]
+fn a_training_over_the_blocks_of_a_file_is_planned() {
+    let tiny = Session::new();
+    let fixture = concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/fixtures/gguf_merge/base.gguf");
+    std::fs::copy(fixture, tiny.path("model.gguf")).unwrap();
+    let (_, said) = tiny.succeed(
+        "finetune --model model.gguf --dtype gguf --data problems --steps 2 --accumulation 1 --out run --dry-run",
+    );
+    assert!(said.contains("▸ keep all") && said.contains("  recompute all"), "{said}");
+    let rates = "--flops 1e11 --link 10GB --host-bandwidth 10GB";
+    let plan = |flags: &str| {
+        let (out, _) = tiny.succeed(&format!("plan --budget 1GiB --length 64 {rates} --json {flags}"));
+        lines(&out)[0].clone()
+    };
+    let folder = gguf::folder::make(&tiny.path("model.gguf"), ReadOptions::default(), &tiny.path("of-file"));
+    let folder = Folder::open(&folder.unwrap()).unwrap();
+    let model = folder.load(Some(kernels::quantized::blocks::KIND), Device::Cpu).unwrap();
+    let mut tensors = models::module::tensors(&model);
+    tensors.retain(|named| named.name != "lm_head.weight");
+    let bytes: usize =
+        tensors.iter().map(|named| named.tensor.numel() * named.tensor.kind().elt_size_in_bytes()).sum();
+    assert_eq!(plan("--model model.gguf --dtype gguf")["model_bytes"], bytes);
+    assert!(plan("--model model.gguf")["model_bytes"].as_u64().unwrap() > 2 * bytes as u64);
+    for (flags, expected) in [
+        (
+            "--model model --dtype gguf",
+            "--dtype gguf keeps the blocks of a file; give a GGUF file as --model",
+        ),
+        ("--model model.gguf --dtype gguf --method full", "quantized weights cannot be trained"),
+        ("--model model.gguf --dtype gguf --hardware h100", "blocks are multiplied on a CPU only"),
+    ] {
+        let error = tiny.fail(&format!("plan --length 64 {flags}"));
+        assert!(error.contains(expected), "{error}");
+    }
 }
 
 #[test]

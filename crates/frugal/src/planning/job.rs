@@ -15,7 +15,7 @@ use tch::{Device, Kind};
 use training::activations::{LayerPlan, every_kth};
 
 use super::rates::product_kind;
-use super::{DataShape, KnownRates, choices, recipe, trained_recipe, widens};
+use super::{DataShape, KnownRates, WeightFormat, choices, trained_recipe, widens};
 use crate::config::{
     self, ActivationPlan, Bytes, Compute, Config, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier,
     OptimizerRule, Recomputed,
@@ -37,17 +37,19 @@ fn refused(reason: &str) -> NotPredicted {
     NotPredicted(reason.to_owned())
 }
 
-/// Returns what a training of `shape` with weights in `kind` computes in a step.
+/// Returns what a training of `shape` with weights in a format (a dtype, or a [`WeightFormat`]) computes in a step.
 ///
 /// # Errors
 /// Techniques, dtypes and families of models whose activations `accounting` does not predict, by name.
 pub fn job(
     config: &Config,
     shape: &DecoderConfig,
-    (kind, device): (Kind, Device),
+    (format, device): (impl Into<WeightFormat>, Device),
     data: &DataShape,
     rates: &KnownRates,
 ) -> Result<Job, NotPredicted> {
+    let format = format.into();
+    let kind = format.kind;
     let Config { mlp, loss, optimizer, training, .. } = config;
     // What no prediction covers.
     let product_kind = product_kind(kind);
@@ -64,8 +66,8 @@ pub fn job(
     if config.offload.as_ref().is_some_and(|offload| offload.method != OffloadMethod::Overlap) {
         return Err(refused("`offload.method` other than \"overlap\""));
     }
-    if kind == kernels::quantized::blocks::KIND {
-        return Err(refused("a base in the blocks of a GGUF file"));
+    if kind == kernels::quantized::blocks::KIND && format.stored.is_none() {
+        return Err(refused("a base in the blocks of a GGUF file that is not here"));
     }
     let on_cpu = device == Device::Cpu;
     let lora = config.adapter.as_ref().map(|adapter| low_rank(adapter, shape, on_cpu)).transpose()?;
@@ -100,7 +102,7 @@ pub fn job(
     let (formats, operands) = match (mixed, &lora) {
         (Some(mixed), _) => mixed,
         (None, None) => (trained_recipe(kind, optimizer.master_weights.keeps_copies()), kind),
-        (None, Some(_)) => (recipe(kind), kind),
+        (None, Some(_)) => (format.recipe(), kind),
     };
     let choices = accounting::offload::sizes::Choices {
         recipe: formats,

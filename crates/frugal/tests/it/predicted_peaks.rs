@@ -1,6 +1,9 @@
 //! Predicted peaks against the allocator's: models, lengths, methods and ways to run a step. The counts are the whole process's, so no
 //! other test may run at the same time.
 
+mod in_blocks;
+mod not_predicted;
+
 use accounting::activation_plan::LayerPlan;
 use accounting::candidates::{Job, Placement, Tier};
 use accounting::lora::LowRank;
@@ -8,9 +11,10 @@ use accounting::offload::OptimizerPlace;
 use frugal::config::{
     ActivationPlan, Compute, Config, Dtype, LossHeadKind, MasterWeights, OffloadConfig, Recomputed,
 };
-use frugal::planning::{self, DataShape, KnownRates};
+use frugal::planning::{self, DataShape, KnownRates, WeightFormat};
 use frugal::{Recipe, runtime};
-use lora::LoraConfig;
+use kernels::quantized::blocks;
+use lora::{LoraConfig, TokenIndices};
 use models::hugging_face::{self, Folder};
 use models::{DecoderConfig, Llama};
 use runtime::device::pinned_bytes;
@@ -44,6 +48,8 @@ struct Case {
     mlp: Option<&'static str>,
     /// Whether adapted projections run as on a GPU.
     on_gpu: bool,
+    /// Tokens whose logits exist at a time.
+    chunk: i64,
 }
 
 fn keep(layers: usize) -> Placement {
@@ -133,6 +139,10 @@ fn olora_and_dora(config: &mut LoraConfig) {
     (config.use_dora, config.init_lora_weights) = (true, serde_json::json!("olora"));
 }
 
+fn token_rows(config: &mut LoraConfig) {
+    config.trainable_token_indices = Some(TokenIndices::Embedding(vec![10, 3, 60, 61, 62, 250]));
+}
+
 const ADAPTED: Case = Case {
     name: "adapters",
     kind: Kind::Float,
@@ -148,14 +158,16 @@ const ADAPTED: Case = Case {
     inputs_on_host: false,
     mlp: None,
     on_gpu: false,
+    chunk: 64,
 };
 const FULL: Case = Case { name: "full", adapters: None, ..ADAPTED };
 const FULL_BF16: Case = Case { kind: Kind::BFloat16, length: 40, ..FULL };
 
 const DORA: Case = Case { name: "DoRA", adapters: Some(dora), ..ADAPTED };
+const ROWS: Case = Case { name: "rows of tokens", adapters: Some(token_rows), ..ADAPTED };
 const PISSA: Case = Case { name: "PiSSA", adapters: Some(pissa), ..ADAPTED };
 
-const CASES: [Case; 52] = [
+const CASES: [Case; 56] = [
     ADAPTED,
     Case { name: "adapters, short", length: 24, rows: 2, ..ADAPTED },
     Case { name: "adapters, bf16", kind: Kind::BFloat16, ..ADAPTED },
@@ -194,6 +206,10 @@ const CASES: [Case; 52] = [
         length: 100,
         ..ADAPTED
     },
+    ROWS,
+    Case { name: "rows of tokens, bf16, recomputed", kind: Kind::BFloat16, placement: recompute, ..ROWS },
+    Case { name: "rows of tokens, mixed plan, accumulated", placement: mixed, accumulation: 2, ..ROWS },
+    Case { name: "rows of tokens, layers in files", placement: files, ..ROWS },
     DORA,
     Case {
         name: "DoRA, packed, no dropout",
@@ -335,6 +351,7 @@ fn config(case: &Case) -> Config {
     config.model.dtype = match case.kind {
         Kind::BFloat16 => Some(Dtype::Bfloat16),
         Kind::Half => Some(Dtype::Float16),
+        blocks::KIND => Some(Dtype::Gguf),
         _ => None,
     };
     if case.stochastic {
@@ -350,14 +367,16 @@ fn config(case: &Case) -> Config {
         config.precision.compute = Compute::Bf16;
     }
     config.loss.head = LossHeadKind::Fused;
-    config.loss.chunk_tokens = Some(64);
+    config.loss.chunk_tokens = Some(case.chunk);
     config
 }
 
-fn job(case: &Case, shape: &DecoderConfig) -> Job {
+fn job(case: &Case, folder: &Folder) -> Job {
     let data = DataShape::of(&batches(case), 100).unwrap();
     let rates = KnownRates::nominal(Device::Cpu).unwrap();
-    let mut job = planning::job(&config(case), shape, (case.kind, Device::Cpu), &data, &rates).unwrap();
+    let format = WeightFormat::of(folder, case.kind).unwrap();
+    let shape = folder.config();
+    let mut job = planning::job(&config(case), shape, (format, Device::Cpu), &data, &rates).unwrap();
     job.lora = job.lora.map(|lora| LowRank { on_cpu: !case.on_gpu, ..lora });
     job
 }
@@ -379,7 +398,7 @@ fn measured(case: &Case, folder: &Folder) -> u64 {
     let pinned = pinned_bytes(Device::Cpu).unwrap().live;
     let placement = placement(case, shape);
     let candidate =
-        job(case, shape).evaluate(placement.clone(), case.at_once.map(|rows| rows as u64)).unwrap();
+        job(case, folder).evaluate(placement.clone(), case.at_once.map(|rows| rows as u64)).unwrap();
     let config = planning::with_choice(&config(case), &candidate);
     let prepared = Recipe::new(&config).unwrap().open(folder, Device::Cpu).unwrap();
     let (mut trainer, handles) = prepared.trainer(3).unwrap();
@@ -419,22 +438,26 @@ fn predicted_peaks_of_joint_projections_are_those_of_the_allocator() {
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }
 
-/// Returns the cases whose prediction is wrong by more than a share.
+/// [`compare_in`] over a model with initial weights.
 fn compare(model: &str, shape: &DecoderConfig, cases: &[Case], tolerance: f64) -> Vec<String> {
-    runtime::memory::track_cpu().unwrap();
-    let mut wrong = Vec::new();
     let path = tempfile::tempdir().unwrap();
     let weights = Llama::new(shape, (Kind::Float, Device::Cpu)).unwrap();
     hugging_face::save(&weights, path.path(), hugging_face::SHARD_BYTES).unwrap();
     drop(weights);
-    let folder = Folder::open(path.path()).unwrap();
+    compare_in(model, &Folder::open(path.path()).unwrap(), cases, tolerance)
+}
+
+/// Returns the cases whose prediction is wrong by more than a share.
+fn compare_in(model: &str, folder: &Folder, cases: &[Case], tolerance: f64) -> Vec<String> {
+    runtime::memory::track_cpu().unwrap();
+    let mut wrong = Vec::new();
     // Allocations made once per process.
-    measured(&ADAPTED, &folder);
+    measured(&ADAPTED, folder);
     for case in cases {
-        let placement = placement(case, shape);
+        let placement = placement(case, folder.config());
         let rows = case.at_once.map(|rows| rows as u64);
-        let predicted = job(case, shape).evaluate(placement, rows).unwrap().peak;
-        let measured = measured(case, &folder);
+        let predicted = job(case, folder).evaluate(placement, rows).unwrap().peak;
+        let measured = measured(case, folder);
         let off = predicted.total as f64 / measured as f64 - 1.0;
         let line = format!(
             "{model}, {}: {:+.2} %, {} B predicted in the {}, {measured} B measured",
@@ -449,41 +472,4 @@ fn compare(model: &str, shape: &DecoderConfig, cases: &[Case], tolerance: f64) -
         }
     }
     wrong
-}
-
-#[test]
-fn what_is_not_predicted_is_named() {
-    let (_, shape) = &models()[0];
-    let data = DataShape::of(&batches(&ADAPTED), 10).unwrap();
-    let why = |set: fn(&mut Config)| {
-        let mut config = config(&ADAPTED);
-        set(&mut config);
-        let found = planning::job(
-            &config,
-            shape,
-            (Kind::Float, Device::Cpu),
-            &data,
-            &KnownRates::nominal(Device::Cpu).unwrap(),
-        );
-        found.unwrap_err().0
-    };
-    let biases = |config: &mut Config| config.adapter.as_mut().unwrap().bias = lora::BiasTraining::All;
-    assert_eq!(why(biases), "trained biases and modules saved whole");
-    let level = "`mlp.level` beside adapters or in mixed precision";
-    assert_eq!(why(|config| config.mlp.level = Some("input-only".into())), level);
-    assert_eq!(why(|config| config.mlp.level = Some("save-one".into())), "`mlp.level` save-one");
-    assert_eq!(why(|config| config.precision.compute = Compute::Fp8), "mixed precision in fp8");
-    let passes = |config: &mut Config| {
-        (config.adapter, config.precision.compute, config.training.accumulation) = (None, Compute::Bf16, 2);
-    };
-    assert_eq!(why(passes), "mixed precision of all weights over several passes in a step");
-    assert_eq!(
-        why(|config| config.adapter.as_mut().unwrap().target_modules = Some(["q_proj", "lm_head"].into())),
-        "an adapter on `lm_head`"
-    );
-    let several = |config: &mut Config| {
-        let adapter = config.adapter.as_mut().unwrap();
-        adapter.rank_pattern.insert("v_proj".to_owned(), 4.into());
-    };
-    assert_eq!(why(several), "adapters of several ranks");
 }

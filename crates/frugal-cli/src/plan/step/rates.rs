@@ -34,7 +34,7 @@ impl StepArgs {
                 let transfers = Rates::of_memory(gpu.link, GPU_HOST_BANDWIDTH, bandwidth);
                 let flops = match self.flops {
                     Some(flops) => flops,
-                    None => gpu.products(planning::recipe(planned.kind).compute)?,
+                    None => gpu.products(planned.format.recipe().compute)?,
                 };
                 MachineRates { flops, bandwidth, transfers, product_workspaces: 0 }
             }
@@ -61,8 +61,8 @@ impl StepArgs {
 
     /// The rates that were measured before, or are now. What the page cache cannot hold comes from the disk in every step.
     fn measure(&self, planned: &PlannedStep) -> anyhow::Result<MachineRates> {
-        let &PlannedStep { kind, device, tier, weights, .. } = planned;
-        let known = KnownRates::get(device, kind)?;
+        let &PlannedStep { format, device, tier, weights, .. } = planned;
+        let known = KnownRates::get(device, format.kind)?;
         let mut rates = known.machine();
         if tier == OffloadTier::Host {
             return Ok(rates);

@@ -33,7 +33,8 @@ pub(crate) struct Ways {
 /// A model whose activations are not predicted.
 pub(super) fn ways(arguments: &StepArgs, conditions: &Conditions) -> anyhow::Result<Ways> {
     let Conditions { planned, machine, memory, .. } = conditions;
-    let PlannedStep { config, model, kind, .. } = planned;
+    let PlannedStep { config, model, format, .. } = planned;
+    let kind = format.kind;
     let mut allowed = planning::allowed(config, model.layers as usize, planned.device)?;
     // The files of another machine are not known, unless they are asked for at a given rate.
     let is_open = arguments.hardware.is_some() && config.offload.is_none();
@@ -45,8 +46,8 @@ pub(super) fn ways(arguments: &StepArgs, conditions: &Conditions) -> anyhow::Res
         let result = job.search(&allowed, *memory)?;
         Ok((job, result))
     };
-    let Searched { master_weights, job, result } = planning::choose_master_weights(config, *kind, search)?;
-    let half = planning::trains_half(config, *kind).then_some(master_weights);
+    let Searched { master_weights, job, result } = planning::choose_master_weights(config, kind, search)?;
+    let half = planning::trains_half(config, kind).then_some(master_weights);
     Ok(Ways { job, allowed, result, half })
 }
 
@@ -173,17 +174,18 @@ fn job(
     machine: &MachineRates,
     master_weights: MasterWeights,
 ) -> anyhow::Result<Job> {
-    let &PlannedStep { ref model, work, kind, tier, .. } = planned;
+    let &PlannedStep { ref model, work, format, tier, .. } = planned;
     // A row of n tokens has n − 1 positions that predict one.
     let data = DataShape::uniform(work.batch, (work.sequence - 1).max(1), false);
     let mut config = planned.config.clone();
     config.optimizer.master_weights = master_weights;
     let rates = match arguments.hardware {
         Some(_) => KnownRates { bandwidth: machine.bandwidth, ..KnownRates::nominal(Device::Cpu)? },
-        None => KnownRates::get(planned.device, kind)?,
+        None => KnownRates::get(planned.device, format.kind)?,
     };
     let device = planned.device;
-    let job = planning::job(&config, &shape(model), (kind, device), &data, &rates).map_err(not_predicted)?;
+    let job =
+        planning::job(&config, &shape(model), (format, device), &data, &rates).map_err(not_predicted)?;
     let mut job = Job { model: model.clone(), ..job };
     let is_given =
         arguments.hardware.is_some() || arguments.link.is_some() || arguments.host_bandwidth.is_some();
@@ -215,13 +217,13 @@ const DECIDED: [&str; 11] = [
 
 /// The flags of `frugal finetune` for the training that was planned, where they are not its defaults.
 fn of_training(arguments: &StepArgs, planned: &PlannedStep, is_mixed: bool, budget: Budget) -> Vec<String> {
-    let PlannedStep { config, kind, .. } = planned;
+    let PlannedStep { config, format, .. } = planned;
     let mut flags = Vec::new();
     let method =
         config.method().filter(|method| *method != Method::Lora && !arguments.flags.has(&["--dora"]));
     flags.extend(method.map(|method| format!("--method {}", method.name())));
     // Of a model without a folder here, the plan is made for a dtype that need not be that of its files.
-    let dtype = config.model.dtype.or_else(|| match (arguments.kind(config), *kind) {
+    let dtype = config.model.dtype.or_else(|| match (arguments.kind(config), format.kind) {
         (None, Kind::BFloat16) => Some(Dtype::Bfloat16),
         (None, _) => Some(Dtype::Float32),
         (Some(_), _) => None,
@@ -230,8 +232,14 @@ fn of_training(arguments: &StepArgs, planned: &PlannedStep, is_mixed: bool, budg
     flags.extend(dtype.map(|dtype| format!("--dtype {}", dtype.get_name())));
     // A plan of several kinds of layers has no flag of its own: it is found again by what was asked.
     let asked = ["--activations", "--recompute-what"];
-    let decided: Vec<&str> = DECIDED.into_iter().filter(|flag| !is_mixed || !asked.contains(flag)).collect();
+    let mut decided: Vec<&str> =
+        DECIDED.into_iter().filter(|flag| !is_mixed || !asked.contains(flag)).collect();
+    // Its value is what the file holds.
+    decided.push(NEW_TOKENS);
     flags.extend(arguments.flags.typed(&decided));
+    if arguments.flags.has(&[NEW_TOKENS]) {
+        flags.push(format!("{NEW_TOKENS} FILE"));
+    }
     if config.data.max_length.is_some() || planned.work.sequence < planned.model.context {
         flags.push(format!("--max-length {}", planned.work.sequence));
     }
@@ -255,6 +263,8 @@ fn exact_bytes(bytes: u64) -> String {
 fn print(lines: &[(String, String)]) {
     print_lines(lines.iter().map(|(name, text)| (name.as_str(), text.as_str())));
 }
+
+const NEW_TOKENS: &str = "--new-tokens";
 
 const NO_FLAGS: &str = "none are needed";
 

@@ -9,7 +9,7 @@ use frugal::config::{
 };
 use frugal::lora::LoraConfig;
 use frugal::models::DecoderConfig;
-use frugal::planning::{self, Budget, DataShape, KnownRates, NotPredicted};
+use frugal::planning::{self, Budget, DataShape, KnownRates, NotPredicted, WeightFormat};
 use tch::{Device, Kind};
 
 /// Changes that are shown.
@@ -21,7 +21,7 @@ const WORTH: f64 = 0.02;
 pub(crate) struct Question<'a> {
     pub(crate) config: &'a Config,
     pub(crate) shape: &'a DecoderConfig,
-    pub(crate) kind: Kind,
+    pub(crate) format: WeightFormat,
     pub(crate) device: Device,
     pub(crate) data: &'a DataShape,
     /// The budget. Of a training that is resumed, only it and the micro-batch can change.
@@ -32,7 +32,7 @@ pub(crate) struct Question<'a> {
 struct Change {
     flags: String,
     config: Config,
-    kind: Kind,
+    format: WeightFormat,
     data: DataShape,
     least: u64,
 }
@@ -116,7 +116,7 @@ impl Question<'_> {
             flags.retain(|own| own.split(' ').next() != Some(&name));
             flags.push(best.flags.clone());
             least = best.least;
-            let next = Question { config: &best.config, kind: best.kind, data: &best.data, ..*self };
+            let next = Question { config: &best.config, format: best.format, data: &best.data, ..*self };
             match next.changes().into_iter().min_by_key(|change| change.least) {
                 Some(next) if self.budget.for_tensors(least) > self.budget.total => best = next,
                 _ => break,
@@ -131,15 +131,15 @@ impl Question<'_> {
     fn changes(&self) -> Vec<Change> {
         let (config, longest) = (self.config, self.longest());
         let mut all = Vec::new();
-        let mut add = |flags: String, config: Config, kind: Kind, data: DataShape| {
-            if let Ok(least) = self.least(&config, kind, &data) {
-                all.push(Change { flags, config, kind, data, least });
+        let mut add = |flags: String, config: Config, format: WeightFormat, data: DataShape| {
+            if let Ok(least) = self.least(&config, format, &data) {
+                all.push(Change { flags, config, format, data, least });
             }
         };
         if self.budget.resumes {
             let mut rows = config.clone();
             rows.training.micro_batch_size = Some(1);
-            add("--set training.micro_batch_size=1".to_owned(), rows, self.kind, self.data.clone());
+            add("--set training.micro_batch_size=1".to_owned(), rows, self.format, self.data.clone());
             return all;
         }
         let pinned = config.activations.plan != ActivationPlan::Auto || config.offload.is_some();
@@ -148,20 +148,20 @@ impl Question<'_> {
             (free.activations, free.offload) = (ActivationsConfig::default(), None);
             (free.training.micro_batch_size, free.optimizer.place) = (None, OptimizerPlace::Device);
             let flags = "leaving out --activations, --offload, --optimizer-on and --micro-batch-size,";
-            add(flags.to_owned(), free, self.kind, self.data.clone());
+            add(flags.to_owned(), free, self.format, self.data.clone());
         }
         let mut chunks = config.clone();
         (chunks.loss.chunk_tokens, chunks.loss.chunk_bytes) = (Some(64), None);
-        add("--loss-chunk 64".to_owned(), chunks, self.kind, self.data.clone());
-        if self.kind == Kind::Float {
+        add("--loss-chunk 64".to_owned(), chunks, self.format, self.data.clone());
+        if self.format.kind == Kind::Float {
             let mut narrow = config.clone();
             narrow.model.dtype = Some(Dtype::Bfloat16);
-            add("--dtype bfloat16".to_owned(), narrow, Kind::BFloat16, self.data.clone());
+            add("--dtype bfloat16".to_owned(), narrow, Kind::BFloat16.into(), self.data.clone());
         }
         if config.adapter.is_some() && config.model.dtype != Some(Dtype::Nf4) {
             let mut quantized = config.clone();
             quantized.model.dtype = Some(Dtype::Nf4);
-            add("--dtype nf4".to_owned(), quantized, Dtype::Nf4.kind(), self.data.clone());
+            add("--dtype nf4".to_owned(), quantized, Dtype::Nf4.kind().into(), self.data.clone());
         }
         let is_clipped = config.training.accumulation > 1 || config.optimizer.clip > 0.0;
         if config.adapter.is_none() && is_clipped && matches!(config.optimizer.rule, OptimizerRule::AdamW) {
@@ -172,25 +172,25 @@ impl Question<'_> {
                 (ActivationsConfig::default(), OptimizerPlace::Host);
             streamed.offload.get_or_insert_default();
             let flags = "--offload host --optimizer-on host --accumulation 1 --clip 0";
-            add(flags.to_owned(), streamed, self.kind, self.data.clone());
+            add(flags.to_owned(), streamed, self.format, self.data.clone());
         }
         if config.adapter.is_none() {
             let mut adapted = config.clone();
             adapted.adapter = Some(Config::default_adapter());
             adapted.model.freeze = None;
-            add("--method lora".to_owned(), adapted, self.kind, self.data.clone());
+            add("--method lora".to_owned(), adapted, self.format, self.data.clone());
         }
         for part in [2, 4] {
             let length = longest / part;
             if length >= 16 {
                 let flag = if config.data.packing.is_some() { "--packing" } else { "--max-length" };
-                add(format!("{flag} {length}"), config.clone(), self.kind, self.shortened(length));
+                add(format!("{flag} {length}"), config.clone(), self.format, self.shortened(length));
             }
         }
         if let Some(adapter) = config.adapter.as_ref().filter(|adapter| adapter.r > 4) {
             let mut low = config.clone();
             low.adapter = Some(LoraConfig { r: 4, ..adapter.clone() });
-            add("--r 4".to_owned(), low, self.kind, self.data.clone());
+            add("--r 4".to_owned(), low, self.format, self.data.clone());
         }
         all
     }
@@ -214,7 +214,7 @@ impl Question<'_> {
     }
 
     /// The bytes of tensors of the least way to run a step.
-    fn least(&self, config: &Config, kind: Kind, data: &DataShape) -> Result<u64, NotPredicted> {
+    fn least(&self, config: &Config, format: WeightFormat, data: &DataShape) -> Result<u64, NotPredicted> {
         let rates = KnownRates::nominal(self.device)?;
         let mut config = config.clone();
         // Where nothing else fits, weights of 16 bits are rounded stochastically.
@@ -222,7 +222,7 @@ impl Question<'_> {
             config.optimizer.master_weights = MasterWeights::Stochastic;
         }
         let config = &config;
-        let job = planning::job(config, self.shape, (kind, self.device), data, &rates)?;
+        let job = planning::job(config, self.shape, (format, self.device), data, &rates)?;
         let layers = self.shape.num_hidden_layers.unsigned_abs() as usize;
         let allowed: Allowed = planning::allowed(config, layers, self.device)?;
         let result = job.search(&allowed, AvailableMemory { device: self.budget.tensors(), host: None })?;
@@ -247,11 +247,11 @@ mod tests {
         let question = |tensors: u64, resumes: bool| {
             let budget = Budget { total: none.for_tensors(tensors), resumes, ..none };
             let (config, shape, data) = (&config, &shape, &data);
-            Question { config, shape, kind: Kind::Float, device: Device::Cpu, data, budget }
+            Question { config, shape, format: Kind::Float.into(), device: Device::Cpu, data, budget }
         };
         let of_one =
             |tensors| question(tensors, false).changes().iter().map(|change| change.least).min().unwrap();
-        let needed = question(1 << 30, false).least(&config, Kind::Float, &data).unwrap();
+        let needed = question(1 << 30, false).least(&config, Kind::Float.into(), &data).unwrap();
         let enough = of_one(needed);
         let alone = question(enough, false).remedy(needed).unwrap();
         assert!(alone.starts_with("less would take: ") && !alone.contains("together"), "{alone}");
