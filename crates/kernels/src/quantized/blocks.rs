@@ -20,19 +20,23 @@
 //! long as those of `Q4_0`, is in i8. The bytes are those of the file, so a matrix is copied and never converted; rows can be selected or
 //! permuted like those of any tensor.
 //!
-//! **A few vectors** ([`matvec`](super::matvec)) are multiplied with codes. With AVX-512 VNNI each vector in bf16 is rounded to 15 bits
+//! **A few vectors** ([`matvec`](super::matvec)) are multiplied with codes. With AVX2 or AVX-512 VNNI each vector in bf16 is rounded to 15 bits
 //! for each 16 of its numbers (an error of at most 2⁻¹⁴ of their largest), and products with codes are exact sums of integers, scaled and
 //! summed in fp32. Elsewhere, and for vectors in fp32, products and sums are in fp32. Both read each weight once.
 //!
 //! There is no kernel for a GPU: a weight on one is an error.
 
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 mod chunk;
 mod cpu;
 mod dots;
 #[cfg(target_arch = "x86_64")]
 mod integers;
 #[cfg(target_arch = "x86_64")]
-mod x86;
+mod words;
 
 use std::ops::Range;
 

@@ -8,9 +8,9 @@ use runtime::tensor_memory::bump_version;
 use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
-use super::chunk::{CHUNK, Chunk, Format, UNIT, with_format};
 #[cfg(target_arch = "x86_64")]
-use super::x86;
+use super::avx512;
+use super::chunk::{CHUNK, Chunk, Format, UNIT, with_format};
 use super::{BlockType, refuse};
 use crate::cpu_tensor::{Output, bytes};
 use crate::operands::rows;
@@ -81,7 +81,7 @@ pub(super) fn dequantize(
 #[cfg(not(target_arch = "x86_64"))]
 use Format as Readable;
 #[cfg(target_arch = "x86_64")]
-use x86::Registers as Readable;
+use avx512::Registers as Readable;
 
 fn write<F: Readable, E: Element<Compute = f32>>(
     weight: &Tensor,
@@ -114,7 +114,7 @@ fn write<F: Readable, E: Element<Compute = f32>>(
             if simd() == Simd::Avx512 {
                 fill::<F, E>(bytes, columns.clone(), out, |bytes, values| {
                     // SAFETY: the processor has AVX-512 F, BW, VL and DQ; there are the bytes of a chunk.
-                    unsafe { x86::values::<F>(bytes, values) }
+                    unsafe { avx512::values::<F>(bytes, values) }
                 });
                 continue;
             }
@@ -186,7 +186,7 @@ mod tests {
                     }
                     if Simd::Avx512.is_there() {
                         // SAFETY: the processor has AVX-512; the bytes are a chunk.
-                        unsafe { x86::values::<F>(&bytes, &mut found) };
+                        unsafe { avx512::values::<F>(&bytes, &mut found) };
                         assert_eq!(bits(&found), bits(&expected), "{}", stored.name());
                     }
                 }

@@ -10,15 +10,24 @@ use super::BlockType;
 use super::chunk::{CHUNK, Chunk, UNIT, UNITS, with_format};
 use super::cpu::{MOST_BYTES, Rows, TASK, chunk_bytes};
 #[cfg(target_arch = "x86_64")]
-use super::integers::{self, Integers};
+use super::{
+    integers::{self, Integers},
+    words::{self, Words},
+};
 use crate::cpu_tensor::bytes;
 use crate::matvec::Results;
 use crate::matvec::streams::{self, Products, STREAMS, Sums, VECTORS};
 
+/// A type of blocks that every implementation reads.
 #[cfg(not(target_arch = "x86_64"))]
-use super::chunk::Format as Readable;
+pub(super) use super::chunk::Format as Readable;
+
+/// A type of blocks that every implementation reads.
 #[cfg(target_arch = "x86_64")]
-use super::x86::Registers as Readable;
+pub(super) trait Readable: super::avx2::Registers + super::avx512::Registers {}
+
+#[cfg(target_arch = "x86_64")]
+impl<F: super::avx2::Registers + super::avx512::Registers> Readable for F {}
 
 /// Returns `x·Ŵᵀ + b` in `kind` if that is bf16, else in fp32. The caller has checked the shapes, and that all are on the CPU.
 pub(in crate::quantized) fn matvec(
@@ -40,15 +49,17 @@ fn multiply<F: Readable>(x_md: &Tensor, rows: Rows<'_>, results: &Results) -> Re
     let x_md = x_md.f_resolve_neg()?;
     let task_rows = TASK / inner;
     #[cfg(target_arch = "x86_64")]
-    if x_md.kind() == Kind::BFloat16 && integers::are_used() {
+    if x_md.kind() == Kind::BFloat16 && words::are_used() {
         let x_md = x_md.f_contiguous()?;
         let x: Vec<bf16> = bytes(&x_md).as_chunks().0.iter().map(|two| bf16::from_ne_bytes(*two)).collect();
-        let x = x.chunks_exact(inner).map(Integers::new::<F>).collect();
-        return streams::run(
-            &Quantized::<F, _> { rows, x, format: std::marker::PhantomData },
-            results,
-            task_rows,
-        );
+        let x = x.chunks_exact(inner);
+        let format = std::marker::PhantomData::<F>;
+        if integers::are_used() {
+            let x = x.map(Integers::new::<F>).collect();
+            return streams::run(&Quantized { rows, x, format }, results, task_rows);
+        }
+        let x = x.map(Words::new).collect();
+        return streams::run(&Quantized { rows, x, format }, results, task_rows);
     }
     let x_md = x_md.f_to_kind(Kind::Float)?.f_contiguous()?;
     let x: Vec<f32> = bytes(&x_md).as_chunks().0.iter().map(|four| f32::from_ne_bytes(*four)).collect();
@@ -151,6 +162,8 @@ fn add<F: Readable, const N: usize>(row: &[u8], x: [&Float; N], out: &mut [f32; 
 mod tests {
     use super::super::test_bytes;
     use super::*;
+    #[cfg(target_arch = "x86_64")]
+    use crate::processor::Simd;
 
     /// Sums of either kind of vector against fp64, also with a chunk that is not whole.
     #[test]
@@ -193,6 +206,14 @@ mod tests {
                 check(&sums, VECTORS, 2e-6);
                 Float::dots::<F, 1>(rows, [&float[0]], &mut sums);
                 check(&sums, 1, 2e-6);
+                #[cfg(target_arch = "x86_64")]
+                if Simd::Avx2.is_there() {
+                    let words: Vec<Words> = x.iter().map(|x| Words::new(x)).collect();
+                    Words::dots::<F, VECTORS>(rows, std::array::from_fn(|index| &words[index]), &mut sums);
+                    check(&sums, VECTORS, 1e-4);
+                    Words::dots::<F, 1>(rows, [&words[0]], &mut sums);
+                    check(&sums, 1, 1e-4);
+                }
                 #[cfg(target_arch = "x86_64")]
                 if integers::are_there() {
                     let integers: Vec<Integers> = x.iter().map(|x| Integers::new::<F>(x)).collect();

@@ -12,10 +12,10 @@ use std::sync::OnceLock;
 
 use half::bf16;
 
+use super::avx512::{Loaded, Registers};
 use super::chunk::{CHUNK, UNIT, UNITS};
 use super::cpu::{MOST_BYTES, chunk_bytes};
-use super::dots::Vector;
-use super::x86::{Loaded, Registers};
+use super::dots::{Readable, Vector};
 use crate::matvec::streams::{STREAMS, Sums};
 use crate::processor::{Simd, simd};
 use crate::simd::{Element, PREFETCHED, prefetch};
@@ -64,19 +64,7 @@ fn part<F: Registers>(x: &[bf16]) -> Part {
         sums: [0.0; UNITS],
     };
     for (place, unit) in F::ORDER.into_iter().enumerate() {
-        let mut numbers = [0f32; UNIT];
-        for (number, x) in numbers.iter_mut().zip(x.iter().skip(unit * UNIT)) {
-            *number = x.widen();
-        }
-        let most = numbers.iter().fold(0u32, |most, number| most.max(number.to_bits() & 0x7fff_ffff));
-        let exponent = (most >> 23).max(BITS + 1);
-        if exponent == 255 {
-            // An infinity or a NaN: so is every product.
-            (part.steps[unit], part.sums[unit]) = (f32::NAN, f32::NAN);
-            continue;
-        }
-        let step = f32::from_bits((exponent - BITS) << 23);
-        let integers = numbers.map(|number| (number * (1.0 / step)).round_ties_even() as i32);
+        let (integers, step) = rounded(x.get(unit * UNIT..).unwrap_or_default());
         for (at, integer) in integers.into_iter().enumerate() {
             let high = (integer + 128) >> 8;
             part.high[place * UNIT + at] = high as i8;
@@ -89,8 +77,24 @@ fn part<F: Registers>(x: &[bf16]) -> Part {
     part
 }
 
+/// Returns the integers of a unit's first numbers, and t: not a number if one of them is infinite or none.
+pub(super) fn rounded(x: &[bf16]) -> ([i32; UNIT], f32) {
+    let mut numbers = [0f32; UNIT];
+    for (number, x) in numbers.iter_mut().zip(x) {
+        *number = x.widen();
+    }
+    let most = numbers.iter().fold(0u32, |most, number| most.max(number.to_bits() & 0x7fff_ffff));
+    let exponent = (most >> 23).max(BITS + 1);
+    if exponent == 255 {
+        // So is every product.
+        return ([0; UNIT], f32::NAN);
+    }
+    let step = f32::from_bits((exponent - BITS) << 23);
+    (numbers.map(|number| (number * (1.0 / step)).round_ties_even() as i32), step)
+}
+
 impl Vector for Integers {
-    fn dots<F: Registers, const N: usize>(rows: [&[u8]; STREAMS], x: [&Self; N], sums: &mut Sums) {
+    fn dots<F: Readable, const N: usize>(rows: [&[u8]; STREAMS], x: [&Self; N], sums: &mut Sums) {
         // SAFETY: there are such vectors only where the processor has the instructions.
         unsafe { dots::<F, N>(rows, x, sums) }
     }
