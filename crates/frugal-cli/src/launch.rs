@@ -1,4 +1,4 @@
-//! `frugal launch`: the ranks of one machine as processes that end together.
+//! `frugal launch`: the ranks of this machine as processes that end together, alone or beside those of other machines.
 
 mod screen;
 
@@ -11,12 +11,13 @@ use anyhow::Context;
 use clap::{Args, CommandFactory};
 use frugal::training::interrupt;
 use report::cli::Failure;
+use runtime::collectives::Machines;
 use runtime::collectives::ranks::{Progress, Ranks, RanksConfig, ending};
 use signal_hook::iterator::Signals;
 
 use crate::common_flags::Common;
 use crate::run::plan::NOTHING_FITS;
-use crate::run::ranks::Interrupted;
+use crate::run::ranks::{Interrupted, TIMEOUT};
 use screen::Screen;
 
 #[derive(Args)]
@@ -26,14 +27,33 @@ OMP_NUM_THREADS, unless that is set. Each line of output begins with its rank, b
 command has --json, beside which that of the others is on standard error; on a terminal, the progress of rank 0 is shown below. \
 When a rank fails, the others are ended. Ctrl-C is passed on once; a second one kills all ranks.
 
+On several machines the same command is started on each, with its own --node-rank; Slurm's srun, with one task for each machine, \
+says all of it. The first machine keeps the port of --master, which the others must reach, and so must each the ports of the others. \
+Rank 0, on the first machine, writes --out and prints the progress. A machine that is silent for --timeout is given up, and all \
+ranks end.
+
 Examples:
   frugal launch -n 2 -- train --data corpus.txt --out run --accumulation 4
   frugal launch -n 2 --restarts 3 -- finetune --model model --data my.jsonl --out run --resume
-  frugal launch -n 4 -- python train.py")]
+  frugal launch -n 4 -- python train.py
+  frugal launch --nodes 2 --node-rank 0 --master 10.0.0.1 -n 4 -- train --data corpus.txt --out run
+  srun --nodes 2 --ntasks-per-node 1 frugal launch -n 4 -- train --data corpus.txt --out run")]
 pub(crate) struct Launch {
-    /// Number of processes
+    /// Number of processes on this machine
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
     ranks: u16,
+    /// How long a rank waits for the others in one operation before all give up [default: 300]
+    #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
+    timeout: Option<u32>,
+    /// Number of machines, each of which starts as many processes [default: 1, or those of Slurm's step]
+    #[arg(long, value_name = "M", value_parser = clap::value_parser!(u16).range(1..))]
+    nodes: Option<u16>,
+    /// Number of this machine, from 0; rank 0 is on machine 0
+    #[arg(long, value_name = "R", requires = "nodes")]
+    node_rank: Option<u16>,
+    /// Name or address of machine 0, as the others reach it, and a free port there [default port: 29500]
+    #[arg(long, value_name = "HOST[:PORT]", requires = "nodes", value_parser = host_and_port)]
+    master: Option<(String, u16)>,
     /// How often all ranks are restarted after one has failed; give the training --resume, too
     #[arg(long, value_name = "K", default_value_t = 0)]
     restarts: u64,
@@ -47,17 +67,50 @@ pub(crate) struct Launch {
 
 /// How often the ranks are looked at.
 const PAUSE: Duration = Duration::from_millis(20);
+/// torchrun's.
+const PORT: u16 = 29_500;
+
+/// Reads `host`, `host:port`, `[address]:port` or an address with colons.
+fn host_and_port(text: &str) -> Result<(String, u16), String> {
+    let (host, port) = match text.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
+        Some((host, "")) => (host, None),
+        Some((host, rest)) => (host, rest.strip_prefix(':').or(Some(rest))),
+        None => match text.split_once(':') {
+            Some((host, port)) if !port.contains(':') => (host, Some(port)),
+            _ => (text, None),
+        },
+    };
+    let port = port.map_or(Ok(PORT), str::parse).ok().filter(|port| *port > 0);
+    match port {
+        Some(port) if !host.is_empty() => Ok((host.to_owned(), port)),
+        _ => {
+            Err("expected a name or an address, and a port: node-0, node-0:29500, [fd00::1]:29500".to_owned())
+        }
+    }
+}
 
 pub(crate) fn run(common: &Common, arguments: &Launch) -> anyhow::Result<()> {
     let mut signals =
         Signals::new(interrupt::signals()).context("a handler of signals cannot be registered")?;
     let run_id = std::process::id().to_string();
+    let machines = arguments.machines()?;
+    if machines.is_some() && arguments.restarts > 0 {
+        anyhow::bail!(
+            "--restarts is for one machine: the launchers of several do not know when the others have restarted; start all of them again, \
+             with the training's --resume, or use torchrun, which does"
+        );
+    }
+    let ranks_of_all = arguments.ranks as usize * machines.as_ref().map_or(1, |machines| machines.count);
     for restart_count in 0..=arguments.restarts {
-        let options = RanksConfig { ranks: arguments.ranks.into(), restart_count, run_id: run_id.clone() };
+        let (ranks, machines) = (arguments.ranks.into(), machines.clone());
+        let options = RanksConfig { ranks, machines, restart_count, run_id: run_id.clone() };
         let screen = Arc::new(Screen::new(common.quiet, arguments.is_json()));
         let printing = screen.clone();
         let command = |rank| {
             let mut command = arguments.command();
+            if let Some(seconds) = arguments.timeout {
+                command.env(TIMEOUT, seconds.to_string());
+            }
             screen.ask(rank, &mut command);
             command
         };
@@ -67,7 +120,7 @@ pub(crate) fn run(common: &Common, arguments: &Launch) -> anyhow::Result<()> {
         screen.clear();
         let (failure, code) = match progress {
             Progress::Failed { rank, status } => {
-                (format!("rank {rank} of {} {}", arguments.ranks, ending(status)), status.code())
+                (format!("rank {rank} of {ranks_of_all} {}", ending(status)), status.code())
             }
             Progress::Running | Progress::Done => return Ok(()),
         };
@@ -123,6 +176,26 @@ fn watch(
 }
 
 impl Launch {
+    /// The machines of the run, if there are several.
+    fn machines(&self) -> anyhow::Result<Option<Machines>> {
+        let Some(count) = self.nodes else {
+            return Ok(Machines::of_slurm(|name| std::env::var(name).ok())?);
+        };
+        if count == 1 {
+            return Ok(None);
+        }
+        let missing = |flag: &str| {
+            format!(
+                "--nodes {count} needs {flag}: each machine is told its place, and where the first one is"
+            )
+        };
+        let rank = self.node_rank.with_context(|| missing("--node-rank"))?;
+        let (host, port) = self.master.clone().with_context(|| missing("--master HOST[:PORT]"))?;
+        // One port has one run.
+        let run_id = "none".to_owned();
+        Ok(Some(Machines { count: count.into(), rank: rank.into(), master: (host, port), run_id }))
+    }
+
     /// Whether the ranks print a result for programs, which a number before each line would break.
     fn is_json(&self) -> bool {
         self.command.iter().any(|word| word == "--json")
@@ -140,5 +213,26 @@ impl Launch {
         let mut command = Command::new(program);
         command.args(words);
         command
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::host_and_port;
+
+    #[test]
+    fn the_first_machine_is_a_name_or_an_address_with_or_without_a_port() {
+        let check = |text: &str, host: &str, port: u16| {
+            assert_eq!(host_and_port(text), Ok((host.to_owned(), port)), "{text}");
+        };
+        check("node-0", "node-0", 29_500);
+        check("node-0:1234", "node-0", 1234);
+        check("10.0.0.1:1", "10.0.0.1", 1);
+        check("fd00::1", "fd00::1", 29_500);
+        check("[fd00::1]", "fd00::1", 29_500);
+        check("[fd00::1]:80", "fd00::1", 80);
+        for text in ["", ":1", "node:", "node:0", "node:70000", "node:x", "[fd00::1]80"] {
+            assert!(host_and_port(text).is_err(), "{text}");
+        }
     }
 }

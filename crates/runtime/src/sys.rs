@@ -49,6 +49,8 @@ pub(crate) mod profile;
 pub(crate) mod random;
 pub(crate) mod recorder;
 pub(crate) mod signals;
+#[cfg(any(target_os = "linux", target_os = "macos"))]
+pub(crate) mod sockets;
 pub(crate) mod stream;
 pub mod tensor;
 pub(crate) mod wait_policy;

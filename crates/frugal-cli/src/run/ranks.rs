@@ -5,7 +5,7 @@
 use std::fmt;
 use std::time::{Duration, SystemTime};
 
-use anyhow::bail;
+use anyhow::{Context, bail};
 use frugal::{Config, Recipe};
 use report::cli::Failure;
 use runtime::collectives::{Group, GroupConfig, Launch, Store};
@@ -18,6 +18,9 @@ use crate::output::shell_command::shell_word;
 
 /// Settings that may differ from machine to machine; what they name is compared where it is read.
 const PATHS: [&str; 5] = ["model.name", "data.source", "data.validation", "data.tokenizer", "offload.folder"];
+
+/// The variable with the seconds of `frugal launch --timeout`.
+pub(crate) const TIMEOUT: &str = "FRUGAL_RANK_TIMEOUT";
 
 /// How long ranks wait for one that reads data, or the model.
 const PREPARATION: Duration = Duration::from_secs(24 * 3600);
@@ -75,19 +78,27 @@ pub(crate) fn run(
 fn join(common: &Common, config: &Config) -> anyhow::Result<Common> {
     let Some(launch) = Launch::from_environment()? else { return Ok(common.clone()) };
     Recipe::new(config)?.check_ranks(launch.world_size)?;
-    let store = Store::connect(&launch, GroupConfig::default().timeout)?;
+    let timeout = timeout()?;
+    let store = Store::connect(&launch, timeout)?;
     let preparation =
         Group::new(&store, "preparation", GroupConfig { timeout: PREPARATION, ..GroupConfig::default() })?;
     let mut fields = vec![("torch".to_owned(), runtime::torch_version().to_owned())];
     flatten("", &serde_json::to_value(config)?, &mut fields);
     fields.retain(|(name, _)| !PATHS.contains(&name.as_str()));
     agree(&preparation, &fields)?;
-    let group = Group::new(&store, "training", GroupConfig::default())?;
+    let group = Group::new(&store, "training", GroupConfig { timeout, ..GroupConfig::default() })?;
     let mesh = Mesh::new(&group, config.optimizer.replicas)?;
     let ranks = Ranks { preparation, group, mesh, launch };
     let quiet = Common { quiet: true, json: false, records: None, ..common.clone() };
     let own = if ranks.is_first() { common.clone() } else { quiet };
     Ok(Common { ranks: Some(ranks), ..own })
+}
+
+/// How long a rank waits for the others in one operation.
+fn timeout() -> anyhow::Result<Duration> {
+    let Some(text) = std::env::var_os(TIMEOUT) else { return Ok(GroupConfig::default().timeout) };
+    let seconds = text.to_str().and_then(|text| text.parse().ok()).filter(|seconds| *seconds > 0);
+    seconds.map(Duration::from_secs).with_context(|| format!("{TIMEOUT} is {text:?}; expected seconds"))
 }
 
 /// The recipe of this process's training.

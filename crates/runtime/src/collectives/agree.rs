@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::Store;
+use super::failure::named;
 use super::group::Group;
 use super::operation_log::Progress;
 use super::work::{Deadline, Operation};
@@ -31,6 +32,10 @@ impl Group {
     /// Waits at the store until all ranks have come, and compares their fields.
     pub(super) fn meet(&self, name: &'static str, label: &str, fields: &[(&str, &str)]) -> Result<()> {
         let operation = self.begin(name, label, 0)?;
+        // The launcher of another machine does not end this rank when one of its own has ended; the store does not tell either.
+        if !self.machines().is_empty() && !self.is_over_nccl() {
+            self.arrive(&operation)?;
+        }
         if let Some(store) = self.store().filter(|_| self.size() > 1) {
             let prefix = format!("{}/agreement/{}", self.prefix(), self.next_agreement());
             let verdict = if self.rank() == 0 {
@@ -65,8 +70,9 @@ impl Group {
         if absent.is_empty() {
             return String::new();
         }
-        let ranks: Vec<String> = absent.iter().map(usize::to_string).collect();
-        format!("ranks {} did not come within {:?}", ranks.join(", "), self.timeout())
+        let machines = self.machines();
+        let ranks: Vec<String> = absent.iter().map(|rank| named(&machines, *rank)).collect();
+        format!("{} did not come within {:?}", ranks.join(", "), self.timeout())
     }
 
     /// Brings this rank's fields to rank 0, and returns its verdict.

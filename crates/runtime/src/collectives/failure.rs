@@ -1,7 +1,7 @@
 //! Why a group is dead, and what the other ranks say about it.
 
 use std::fmt;
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -28,6 +28,8 @@ pub struct CollectiveError {
     pub label: String,
     /// The other rank of the transfer that failed.
     pub peer: Option<usize>,
+    /// The name of each rank's machine; none where all are on one.
+    pub machines: Arc<[String]>,
     /// Description of the failure.
     pub cause: String,
     /// Failures that other ranks reported within half a second, with their ranks.
@@ -37,24 +39,40 @@ pub struct CollectiveError {
 impl CollectiveError {
     /// Returns what this rank reports to the others.
     pub(super) fn report(&self) -> String {
-        let Self { operation, label, cause, .. } = self;
-        let with = self.peer.map_or_else(String::new, |peer| format!(" with rank {peer}"));
+        let Self { operation, label, cause, machines, .. } = self;
+        let with = self.peer.map_or_else(String::new, |peer| format!(" with {}", named(machines, peer)));
         format!("{operation} of `{label}`{with}: {cause}")
     }
 }
 
 impl fmt::Display for CollectiveError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { group, rank, size, .. } = self;
-        write!(f, "rank {rank} of {size}, group `{group}`: {}", self.report())?;
+        let Self { group, size, machines, .. } = self;
+        write!(f, "{} of {size}, group `{group}`: {}", named(machines, self.rank), self.report())?;
         for (rank, report) in &self.reports {
-            write!(f, "; rank {rank} reports: {report}")?;
+            write!(f, "; {} reports: {report}", named(machines, *rank))?;
         }
         Ok(())
     }
 }
 
 impl std::error::Error for CollectiveError {}
+
+/// Returns what a rank is called in messages: `rank 3`, or `rank 3 on node-1` where there are several machines.
+pub(super) fn named(machines: &[String], rank: usize) -> String {
+    machines.get(rank).map_or_else(|| format!("rank {rank}"), |machine| format!("rank {rank} on {machine}"))
+}
+
+/// Returns the message of a barrier, such as `[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier`, with the machines of the ranks in it.
+pub(super) fn with_machines(message: &str, machines: &[String]) -> String {
+    let late = message.split_once("Ranks ").and_then(|(_, rest)| rest.split_once(" failed"));
+    let late = late.into_iter().flat_map(|(ranks, _)| ranks.split(", ")).filter_map(|rank| rank.parse().ok());
+    let late: Vec<String> = late.map(|rank| named(machines, rank)).collect();
+    if machines.is_empty() || late.is_empty() {
+        return message.to_owned();
+    }
+    format!("{message} ({})", late.join(", "))
+}
 
 /// Returns the message of Gloo without the line of its source, and without its advice.
 pub(super) fn without_source_line(message: &str) -> &str {
@@ -121,6 +139,16 @@ mod tests {
     }
 
     #[test]
+    fn the_machines_of_late_ranks_are_named() {
+        let machines: Vec<String> = (0..4).map(|rank| format!("node-{}", rank / 2)).collect();
+        let message = "[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 1000 ms";
+        assert_eq!(with_machines(message, &[]), message);
+        let expected = format!("{message} (rank 1 on node-0, rank 3 on node-1)");
+        assert_eq!(with_machines(message, &machines), expected);
+        assert_eq!(with_machines("wait timeout", &machines), "wait timeout");
+    }
+
+    #[test]
     fn an_error_names_rank_peer_operation_and_label() {
         let error = CollectiveError {
             group: "world".into(),
@@ -129,6 +157,7 @@ mod tests {
             operation: "all_gather",
             label: "layer 3".into(),
             peer: Some(1),
+            machines: Arc::default(),
             cause: "Connection closed by peer".into(),
             reports: vec![(1, "send of `x`: broken".into())],
         };
@@ -136,6 +165,13 @@ mod tests {
             error.to_string(),
             "rank 0 of 2, group `world`: all_gather of `layer 3` with rank 1: Connection closed by peer; rank 1 reports: \
              send of `x`: broken"
+        );
+        let machines = ["node-0", "node-1"].map(str::to_owned);
+        let error = CollectiveError { machines: machines.into(), ..error };
+        assert_eq!(
+            error.to_string(),
+            "rank 0 on node-0 of 2, group `world`: all_gather of `layer 3` with rank 1 on node-1: Connection closed by peer; \
+             rank 1 on node-1 reports: send of `x`: broken"
         );
     }
 }

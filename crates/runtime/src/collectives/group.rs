@@ -10,7 +10,7 @@ use tch::Device;
 
 use super::failure::{self, CollectiveError};
 use super::operation_log::{OperationLog, Progress};
-use super::{Bytes, Store};
+use super::{Bytes, Store, machines};
 use crate::device::checked;
 use crate::error::{Error, Result};
 use crate::sys::collectives::{Backend, Interface};
@@ -43,6 +43,8 @@ pub(super) struct Inner {
     pub(super) name: String,
     pub(super) rank: usize,
     pub(super) size: usize,
+    /// The run's ranks that are in the group.
+    pub(super) members: Arc<[usize]>,
     pub(super) options: GroupConfig,
     pub(super) state: Mutex<State>,
     pub(super) sent: AtomicU64,
@@ -83,7 +85,7 @@ impl Group {
         let Some(rank) = ranks.iter().position(|&rank| rank == launch.rank) else {
             return refuse(format!("the ranks {ranks:?} leave out this process's, {}", launch.rank));
         };
-        Self::connect(store, name, (rank, ranks.len()), options)
+        Self::connect(store, name, (rank, ranks.into()), options)
     }
 
     /// Connects the same ranks once more, in a group whose operations may run beside this one's. All ranks call it.
@@ -91,10 +93,10 @@ impl Group {
     /// # Errors
     /// Errors of [`Group::new`].
     pub fn duplicate(&self, name: &str) -> Result<Self> {
-        let (rank, size, options) = (self.rank(), self.size(), self.0.options.clone());
+        let (place, options) = ((self.rank(), self.0.members.clone()), self.0.options.clone());
         match &self.0.store {
-            Some(store) => Self::connect(store, name, (rank, size), options),
-            None => Ok(Self::with(name, (rank, size), options, None, None)),
+            Some(store) => Self::connect(store, name, place, options),
+            None => Ok(Self::with(name, place, options, None, None)),
         }
     }
 
@@ -108,30 +110,36 @@ impl Group {
             let reason = format!("`{name}`: the ranks {ranks:?} leave out this process's, {}", self.rank());
             return Err(Error::invalid("group", reason));
         };
+        let member = |rank: &usize| {
+            let there = self.0.members.get(*rank).copied();
+            there.ok_or_else(|| Error::invalid("group", format!("`{name}`: there is no rank {rank}")))
+        };
+        let place = (rank, ranks.iter().map(member).collect::<Result<_>>()?);
         let options = self.0.options.clone();
         match &self.0.store {
-            Some(store) => Self::connect(store, name, (rank, ranks.len()), options),
-            None => Ok(Self::with(name, (rank, ranks.len()), options, None, None)),
+            Some(store) => Self::connect(store, name, place, options),
+            None => Ok(Self::with(name, place, options, None, None)),
         }
     }
 
     fn connect(
         store: &Store,
         name: &str,
-        (rank, size): (usize, usize),
+        (rank, members): (usize, Arc<[usize]>),
         options: GroupConfig,
     ) -> Result<Self> {
+        let size = members.len();
         let refuse = |reason: String| Err(Error::invalid("group", format!("`{name}`: {reason}")));
         let cuda = checked(options.device)?;
         if size == 1 {
-            return Ok(Self::with(name, (rank, size), options, None, Some(store.clone())));
+            return Ok(Self::with(name, (rank, members), options, None, Some(store.clone())));
         }
         let member = format!("group/{name}/member/{rank}");
         if store.has(&member)? {
             return refuse("a group of that name was made before; give each its own name".to_owned());
         }
         store.set(&member, &[])?;
-        let prefix = format!("group/{name}");
+        let (prefix, launch_rank) = (format!("group/{name}"), store.launch().rank);
         let backend = match cuda {
             Some(_) => Backend::nccl(&store.connection, &prefix, (rank, size), options.timeout),
             None => Self::gloo(store, &prefix, (rank, size), options.timeout),
@@ -139,10 +147,12 @@ impl Group {
         let backend = backend.map_err(|cause| {
             let cause = cause.to_string();
             let cause = failure::without_source_line(&cause);
-            let reason = format!("rank {rank} of {size}, group `{name}`: no connection: {cause}");
+            let own = failure::named(&store.machines, launch_rank);
+            let reason = format!("{own} of {size}, group `{name}`: no connection: {cause}");
             Error::invalid("group", reason)
         })?;
-        let group = Self::with(name, (rank, size), options, Some(backend), Some(store.clone()));
+        store.end_when_silent(options.timeout)?;
+        let group = Self::with(name, (rank, members), options, Some(backend), Some(store.clone()));
         if let Some(device) = cuda {
             group.connect_nccl(device)?;
         }
@@ -152,8 +162,7 @@ impl Group {
     fn gloo(store: &Store, prefix: &str, (rank, size): (usize, usize), timeout: Duration) -> Result<Backend> {
         let interface = match std::env::var("GLOO_SOCKET_IFNAME") {
             Ok(names) => Interface::Named(names.split(',').next().unwrap_or_default().trim().to_owned()),
-            Err(_) if store.launch().is_local() => Interface::Address("127.0.0.1".to_owned()),
-            Err(_) => Interface::OfHostName,
+            Err(_) => Interface::Address(machines::own_address(store.launch())?.to_string()),
         };
         // The other ranks wait that long for rank 0 in a barrier: longer than rank 0, which can name who is late, waits for them.
         let patience = timeout + Duration::from_millis(500);
@@ -172,7 +181,7 @@ impl Group {
 
     /// Returns a group of this process alone on the CPU, whose operations copy.
     pub fn alone() -> Self {
-        Self::with("alone", (0, 1), GroupConfig::default(), None, None)
+        Self::with("alone", (0, [0].into()), GroupConfig::default(), None, None)
     }
 
     /// Returns a group with this process as one rank, while the others are not there: what is sent to them is counted and dropped,
@@ -197,16 +206,17 @@ impl Group {
         if rank >= size {
             return Err(Error::invalid("group", format!("there is no rank {rank} in a group of {size}")));
         }
-        Ok(Self::with("fake", (rank, size), GroupConfig::default(), None, None))
+        Ok(Self::with("fake", (rank, (0..size).collect()), GroupConfig::default(), None, None))
     }
 
     fn with(
         name: &str,
-        (rank, size): (usize, usize),
+        (rank, members): (usize, Arc<[usize]>),
         options: GroupConfig,
         backend: Option<Backend>,
         store: Option<Store>,
     ) -> Self {
+        let size = members.len();
         let state = State {
             failure: None,
             log: OperationLog::new(),
@@ -218,6 +228,7 @@ impl Group {
             name: name.to_owned(),
             rank,
             size,
+            members,
             options,
             state: Mutex::new(state),
             sent: AtomicU64::new(0),
@@ -278,6 +289,12 @@ impl Group {
         self.0.backend.as_ref()
     }
 
+    /// The name of each rank's machine; none where all are on one.
+    pub(super) fn machines(&self) -> Arc<[String]> {
+        let all: &[String] = self.store().map_or(&[], |store| &store.machines);
+        self.0.members.iter().filter_map(|member| all.get(*member).cloned()).collect()
+    }
+
     pub(super) fn store(&self) -> Option<&Store> {
         self.0.store.as_ref()
     }
@@ -316,7 +333,7 @@ mod tests {
         let store = Store::connect(&launch.unwrap().unwrap(), Duration::from_secs(30)).unwrap();
         let options = GroupConfig { device: Device::Cuda(0), ..GroupConfig::default() };
         let backend = Backend::nccl(&store.connection, "group/alone", (0, 1), options.timeout).unwrap();
-        let group = Group::with("alone", (0, 1), options, Some(backend), Some(store));
+        let group = Group::with("alone", (0, [0].into()), options, Some(backend), Some(store));
         group.connect_nccl(0).unwrap();
         group
     }

@@ -1,7 +1,8 @@
-//! The environment variables of torchrun, by which a launcher describes its place to each process.
+//! The environment variables of torchrun and of Slurm, by which a launcher describes its place to each process.
 
 use std::env;
 
+use super::slurm;
 use crate::error::{Error, Result};
 
 /// The variable with the descriptor of the listening socket that `frugal launch` hands to rank 0.
@@ -18,6 +19,10 @@ pub(super) const LISTENER: &str = "FRUGAL_LISTEN_FD";
 /// | `TORCHELASTIC_RESTART_COUNT` | `restart_count` | 0 |
 /// | `TORCHELASTIC_RUN_ID` | `run_id` | `none` |
 /// | `TORCHELASTIC_USE_AGENT_STORE` | `agent_store` | false |
+///
+/// Without `RANK` and `WORLD_SIZE`, a process that Slurm's `srun` started beside others has the place that the step's variables give it. The
+/// store is then on the step's first machine, at the port 20000 plus the last four digits of the job's number, unless `MASTER_ADDR` or
+/// `MASTER_PORT` is set.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Launch {
     /// The number of this process, below `world_size`.
@@ -42,7 +47,8 @@ pub struct Launch {
 }
 
 impl Launch {
-    /// Reads the environment. `None` if the process was started without a launcher: `RANK` and `WORLD_SIZE` are not set.
+    /// Reads the environment. `None` if the process was started without a launcher: `RANK` and `WORLD_SIZE` are not set, and it is no
+    /// task of a step of Slurm with others.
     ///
     /// # Errors
     /// [`Error::Invalid`] with the name of a variable that is missing or has an invalid value.
@@ -56,7 +62,7 @@ impl Launch {
     /// The same.
     pub fn read(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Self>> {
         if variable("RANK").is_none() && variable("WORLD_SIZE").is_none() {
-            return Ok(None);
+            return slurm::task(variable);
         }
         let required = |name: &str| {
             let missing = || {

@@ -150,6 +150,7 @@ impl Group {
             operation: operation.name,
             label: operation.label.to_string(),
             peer,
+            machines: self.machines(),
             cause: failure::without_source_line(&cause).to_owned(),
             reports: Vec::new(),
         };

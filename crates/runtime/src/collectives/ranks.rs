@@ -1,7 +1,7 @@
-//! The ranks of one machine, as processes: what `frugal launch`, tests and measurements start.
+//! The ranks of this machine, as processes: what `frugal launch`, tests and measurements start.
 //!
 //! Each process gets torchrun's environment variables ([`Launch`](super::Launch)), and rank 0 the listening socket of the store, so that
-//! no other process can take its port. A rank is a process group of its own: a Ctrl-C in the terminal reaches the launcher alone, and
+//! no other process can take its port. Of several machines each starts its own ranks, as many as the others. A rank is a process group of its own: a Ctrl-C in the terminal reaches the launcher alone, and
 //! what a rank has started ends with it.
 //!
 //! ```
@@ -31,6 +31,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process_group};
 
+use super::Machines;
 use super::launch::LISTENER;
 use crate::error::{Error, Result};
 use crate::signals::not_ignored;
@@ -44,17 +45,19 @@ const FLUSH: Duration = Duration::from_secs(1);
 /// Which processes are started.
 #[derive(Clone, Debug)]
 pub struct RanksConfig {
-    /// Number of processes.
+    /// Number of processes on this machine.
     pub ranks: usize,
+    /// The machines of the run, if there are several.
+    pub machines: Option<Machines>,
     /// How often they were started before.
     pub restart_count: u64,
-    /// The run's name.
+    /// The run's name; that of [`Machines`] wins.
     pub run_id: String,
 }
 
 impl Default for RanksConfig {
     fn default() -> Self {
-        Self { ranks: 1, restart_count: 0, run_id: "none".to_owned() }
+        Self { ranks: 1, machines: None, restart_count: 0, run_id: "none".to_owned() }
     }
 }
 
@@ -89,6 +92,8 @@ type OnLine = Arc<dyn Fn(usize, Output, &str) + Send + Sync>;
 /// Processes that run. Those that are left are killed when this is dropped.
 #[derive(Debug)]
 pub struct Ranks {
+    /// The first rank of this machine.
+    first: usize,
     running: Vec<Option<Child>>,
     failed: Option<(usize, ExitStatus)>,
     readers: Vec<JoinHandle<()>>,
@@ -110,23 +115,22 @@ impl Ranks {
         if options.ranks == 0 {
             return Err(invalid("0 ranks; expected at least 1".to_owned()));
         }
-        let no_socket = |cause: &dyn std::fmt::Display| invalid(format!("no socket for the store: {cause}"));
-        let listener = TcpListener::bind("127.0.0.1:0").map_err(|cause| no_socket(&cause))?;
-        let port = listener.local_addr().map_err(|cause| no_socket(&cause))?.port();
+        let Store { first, world, address, port, run_id, listener } = Store::new(options)?;
         let threads = thread::available_parallelism().map_or(1, |cores| (cores.get() / options.ranks).max(1));
         let line: OnLine = Arc::new(line);
-        let mut ranks = Self { running: Vec::new(), failed: None, readers: Vec::new() };
-        for rank in 0..options.ranks {
+        let mut ranks = Self { first, running: Vec::new(), failed: None, readers: Vec::new() };
+        for local_rank in 0..options.ranks {
+            let rank = first + local_rank;
             let mut command = command(rank);
             command
                 .env("RANK", rank.to_string())
-                .env("LOCAL_RANK", rank.to_string())
-                .env("WORLD_SIZE", options.ranks.to_string())
+                .env("LOCAL_RANK", local_rank.to_string())
+                .env("WORLD_SIZE", world.to_string())
                 .env("LOCAL_WORLD_SIZE", options.ranks.to_string())
-                .env("MASTER_ADDR", "127.0.0.1")
+                .env("MASTER_ADDR", address)
                 .env("MASTER_PORT", port.to_string())
                 .env("TORCHELASTIC_RESTART_COUNT", options.restart_count.to_string())
-                .env("TORCHELASTIC_RUN_ID", &options.run_id)
+                .env("TORCHELASTIC_RUN_ID", run_id)
                 .env_remove("TORCHELASTIC_USE_AGENT_STORE")
                 .env_remove(LISTENER)
                 .process_group(0)
@@ -136,10 +140,10 @@ impl Ranks {
             if std::env::var_os("OMP_NUM_THREADS").is_none() {
                 command.env("OMP_NUM_THREADS", threads.to_string());
             }
-            if rank == 0 {
+            if let Some(listener) = listener.as_ref().filter(|_| rank == 0) {
                 // By this process alone, whatever other threads start meanwhile.
                 command.env(LISTENER, listener.as_raw_fd().to_string());
-                inherit(&mut command, &listener);
+                inherit(&mut command, listener);
             }
             let mut child =
                 command.spawn().map_err(|cause| Error::Io { path: command.get_program().into(), cause })?;
@@ -156,8 +160,9 @@ impl Ranks {
     /// # Errors
     /// The system does not say.
     pub fn poll(&mut self) -> Result<Progress> {
-        for (rank, slot) in self.running.iter_mut().enumerate() {
+        for (local_rank, slot) in self.running.iter_mut().enumerate() {
             let Some(child) = slot else { continue };
+            let rank = self.first + local_rank;
             let ended = child.try_wait();
             let ended = ended
                 .map_err(|cause| Error::invalid("ranks", format!("waiting for rank {rank}: {cause}")))?;
@@ -197,7 +202,7 @@ impl Ranks {
 
     /// Returns the process number of a rank, while it runs.
     pub fn process(&self, rank: usize) -> Option<u32> {
-        self.running.get(rank)?.as_ref().map(Child::id)
+        self.running.get(rank.checked_sub(self.first)?)?.as_ref().map(Child::id)
     }
 
     /// Returns whether all ranks have ended, as far as [`Ranks::poll`] has seen.
@@ -257,6 +262,55 @@ impl Drop for Ranks {
         for mut child in self.running.drain(..).flatten() {
             let _ = child.wait();
         }
+    }
+}
+
+/// Where the ranks meet.
+struct Store<'a> {
+    first: usize,
+    world: usize,
+    address: &'a str,
+    port: u16,
+    run_id: &'a str,
+    /// Of the machine that has rank 0.
+    listener: Option<TcpListener>,
+}
+
+impl<'a> Store<'a> {
+    fn new(options: &'a RanksConfig) -> Result<Self> {
+        let RanksConfig { ranks, machines, run_id, .. } = options;
+        let no_socket =
+            |reason: String| Error::invalid("ranks", format!("no socket for the store: {reason}"));
+        let Some(Machines { count, rank, master: (address, port), run_id }) = machines else {
+            let listener = TcpListener::bind("127.0.0.1:0").map_err(|cause| no_socket(cause.to_string()))?;
+            let port = listener.local_addr().map_err(|cause| no_socket(cause.to_string()))?.port();
+            return Ok(Self {
+                first: 0,
+                world: *ranks,
+                address: "127.0.0.1",
+                port,
+                run_id,
+                listener: Some(listener),
+            });
+        };
+        if rank >= count {
+            return Err(Error::invalid(
+                "ranks",
+                format!("there is no machine {rank} of {count}; the first is 0"),
+            ));
+        }
+        let listen = || {
+            let own = (address.as_str(), 0);
+            TcpListener::bind(own).map_err(|cause| {
+                no_socket(format!("{address} is no address of this machine, which is the first: {cause}"))
+            })?;
+            let everywhere =
+                TcpListener::bind(("::", *port)).or_else(|_| TcpListener::bind(("0.0.0.0", *port)));
+            everywhere
+                .map_err(|cause| no_socket(format!("port {port}: {cause}; name another on all machines")))
+        };
+        let listener = if *rank == 0 { Some(listen()?) } else { None };
+        Ok(Self { first: rank * ranks, world: count * ranks, address, port: *port, run_id, listener })
     }
 }
 

@@ -5,9 +5,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use super::Launch;
+use super::{Launch, machines};
 use crate::error::{Error, Result};
-use crate::sys::collectives as sys;
+use crate::sys::{collectives as sys, sockets};
+
+/// The longest that a machine may be silent before connections to it are ended, also by ranks that would wait longer.
+const SILENCE: Duration = Duration::from_secs(300);
 
 /// Whether this process has closed the socket of `FRUGAL_LISTEN_FD`, because a store has a duplicate, or is trying one.
 static LISTENER_TAKEN: AtomicBool = AtomicBool::new(false);
@@ -20,6 +23,8 @@ static LISTENER_TAKEN: AtomicBool = AtomicBool::new(false);
 pub struct Store {
     pub(super) connection: Arc<sys::Store>,
     pub(super) launch: Arc<Launch>,
+    /// The name of each rank's machine; none where all are on one.
+    pub(super) machines: Arc<[String]>,
 }
 
 /// Whether a program between the launcher and this process has left the socket open: Python's `subprocess` closes it.
@@ -64,8 +69,11 @@ impl Store {
             );
             Error::invalid("store", reason)
         })?;
-        let store = Self { connection: Arc::new(connection), launch: Arc::new(launch.clone()) };
+        let launch = Arc::new(launch.clone());
+        let mut store = Self { connection: Arc::new(connection), launch, machines: Arc::default() };
+        store.end_when_silent(timeout)?;
         store.compare_world_size(timeout)?;
+        store.machines = machines::names(&store, timeout)?;
         Ok(store)
     }
 
@@ -102,6 +110,15 @@ impl Store {
             return Err(Error::invalid("store", reason));
         }
         Ok(())
+    }
+
+    /// Lets connections to other machines end when these are gone, after [`SILENCE`] or `timeout`.
+    pub(super) fn end_when_silent(&self, timeout: Duration) -> Result<()> {
+        if self.launch.is_local() {
+            return Ok(());
+        }
+        let ended = sockets::end_when_silent(timeout.min(SILENCE));
+        ended.map_err(|cause| Error::invalid("store", format!("the sockets of this process: {cause}")))
     }
 
     /// Returns this process's place among the ranks.

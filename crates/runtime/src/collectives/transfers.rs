@@ -3,10 +3,11 @@
 use tch::Tensor;
 
 use super::Division;
+use super::failure::with_machines;
 use super::group::Group;
 use super::operands::{byte_count, overlap, part};
 use super::operation_log::Progress;
-use super::work::Work;
+use super::work::{Operation, Work};
 use crate::autograd::GradMode;
 use crate::error::Result;
 use crate::sys::collectives::Native;
@@ -166,11 +167,17 @@ impl Group {
             return self.meet("barrier", label, &[]);
         }
         let operation = self.begin("barrier", label, 0)?;
-        if let Some(backend) = &self.0.backend {
-            let arrived = backend.monitored_barrier(self.timeout());
-            arrived.map_err(|cause| self.fail(&operation, None, &cause))?;
-        }
+        self.arrive(&operation)?;
         self.log(&operation, Progress::Done);
         Ok(())
+    }
+
+    /// Waits over Gloo until all ranks have come. If one has ended, this fails at once, because its connection is closed.
+    pub(super) fn arrive(&self, operation: &Operation) -> Result<()> {
+        let Some(backend) = &self.0.backend else { return Ok(()) };
+        backend.monitored_barrier(self.timeout()).map_err(|cause| {
+            let cause = with_machines(&cause.to_string(), &self.machines());
+            self.fail(operation, None, &cause)
+        })
     }
 }

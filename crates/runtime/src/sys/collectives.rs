@@ -239,8 +239,6 @@ pub(crate) enum Interface {
     Named(String),
     /// The interface with that address.
     Address(String),
-    /// The one that the machine's name resolves to.
-    OfHostName,
 }
 
 /// A rank's connections with the others of its group.
@@ -277,7 +275,6 @@ impl Backend {
         let (interface, host) = match interface {
             Interface::Named(name) => (Some(text(name)?), None),
             Interface::Address(host) => (None, Some(text(host)?)),
-            Interface::OfHostName => (None, None),
         };
         let pointer = |text: &Option<CString>| text.as_ref().map_or(null(), |text| text.as_ptr());
         let mut group = null_mut();

@@ -129,11 +129,14 @@ impl Checkpoints {
         steps(&self.folder)
     }
 
-    /// [`latest`] of this folder.
+    /// [`latest`] of this folder; of a [`Checkpoints::reader`] none where there is no folder, as on a machine that does not share it.
     ///
     /// # Errors
     /// As [`latest`].
     pub fn latest(&self) -> Result<Found> {
+        if self.is_reader() && !self.folder.exists() {
+            return Ok(Found { checkpoint: None, refused: Vec::new() });
+        }
         latest(&self.folder)
     }
 

@@ -155,7 +155,7 @@ fn absent(group: &Group) {
         return;
     }
     let error = collective(group.agree(&[("layers", "12")]).unwrap_err());
-    assert_eq!(error.cause, "ranks 1 did not come within 1s");
+    assert_eq!(error.cause, "rank 1 did not come within 1s");
 }
 
 fn two_sizes(group: &Group) {
