@@ -19,6 +19,7 @@ mod environment;
 pub mod fused_ce;
 mod gguf;
 mod gpu_busy;
+mod installed;
 mod lora;
 pub mod offload;
 mod planning;

@@ -4,9 +4,11 @@ mod assignment;
 mod decode;
 mod embedded;
 mod families;
+mod generation;
 mod interchange;
 mod parameters;
 mod step;
+mod techniques;
 
 use std::path::{Path, PathBuf};
 
@@ -22,10 +24,14 @@ pub(crate) enum Verb {
     Step(step::Step),
     /// Measure tokens per second of decoding on a real model's shape
     Decode(decode::Decode),
+    /// Measure tokens per second of generation with a pretrained model's weights
+    Generation(generation::Generation),
     /// Count the parameters of Qwen2.5-0.5B with the assignment's adapters
     Parameters,
     /// Adapt Qwen2.5-0.5B to GSM8K as the assignment asks, with pretrained weights
     Assignment(assignment::Assignment),
+    /// Fine-tune a pretrained model for a few steps, with one technique changed at a time
+    Techniques(techniques::Techniques),
     /// Pretrain a small model on embedded data, adapt it, and grade its answers
     Embedded(embedded::EmbeddedArgs),
     /// Exchange adapter files with PEFT
@@ -41,8 +47,14 @@ impl Verb {
         match self {
             Self::Step(arguments) => driver.run("lora-step", |bench| step::run(bench, arguments)),
             Self::Decode(arguments) => driver.run("lora-decode", |bench| decode::run(bench, arguments)),
+            Self::Generation(arguments) => {
+                driver.one_size().run("generation", |bench| generation::run(bench, arguments))
+            }
             Self::Assignment(arguments) => {
                 driver.one_size().run("lora-assignment", |bench| assignment::run(bench, arguments))
+            }
+            Self::Techniques(arguments) => {
+                driver.one_size().on_cpu().run("real-techniques", |bench| techniques::run(bench, arguments))
             }
             Self::Parameters => driver.one_size().run("lora-parameters", parameters::run),
             Self::Embedded(arguments) => driver.run("lora-embedded", |bench| embedded::run(bench, arguments)),

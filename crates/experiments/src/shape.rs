@@ -1,4 +1,4 @@
-//! Shapes of models with random weights, for measurements that do not depend on the weights' values.
+//! Shapes of models with random weights, for measurements that do not depend on the weights' values, and models in GGUF files.
 
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
@@ -7,6 +7,8 @@ use anyhow::{Context, anyhow, bail};
 use models::{DecoderConfig, Llama};
 use report::cli::Scale;
 use tch::{Device, Kind};
+
+use crate::installed::{self, GgufFolder};
 
 /// A model shape.
 #[derive(Debug, Clone)]
@@ -23,6 +25,8 @@ pub(crate) enum Shape {
     Narrow,
     /// The shape of a `config.json`, or of a folder that has one.
     File(PathBuf),
+    /// A GGUF file, with its weights, and its name.
+    Gguf(GgufFolder, String),
 }
 
 impl FromStr for Shape {
@@ -35,9 +39,16 @@ impl FromStr for Shape {
             "qwen2.5-7b" => Self::Large,
             "tiny" => Self::Tiny,
             "narrow" => Self::Narrow,
+            path if path.ends_with(".gguf") => {
+                let path = Path::new(path);
+                let file = installed::find(path).ok_or_else(|| anyhow!(installed::missing(path)))?;
+                // Not where it lies.
+                let name = file.file_name().unwrap_or_default().to_string_lossy().into_owned();
+                Self::Gguf(GgufFolder::new(&file)?, name)
+            }
             path if Path::new(path).exists() => Self::File(path.into()),
             other => bail!(
-                "no shape `{other}`: expected qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, tiny, narrow, or the path of a config.json"
+                "no shape `{other}`: expected qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, tiny, narrow, or the path of a config.json or a GGUF file"
             ),
         })
     }
@@ -60,6 +71,7 @@ impl Shape {
             Self::Tiny => "tiny".to_owned(),
             Self::Narrow => "24 layers of width 32".to_owned(),
             Self::File(path) => path.display().to_string(),
+            Self::Gguf(_, name) => name.clone(),
         }
     }
 
@@ -81,6 +93,7 @@ impl Shape {
                 let file = if path.is_dir() { path.join("config.json") } else { path.clone() };
                 DecoderConfig::read(&file)?
             }
+            Self::Gguf(folder, _) => folder.open()?.config().clone(),
         })
     }
 
@@ -99,8 +112,11 @@ impl Shape {
         })
     }
 
-    /// The model, its weights drawn from libtorch's generator.
+    /// The model, its weights drawn from libtorch's generator, or those of a GGUF file.
     pub(crate) fn model(&self, kind: Kind, device: Device) -> anyhow::Result<Llama> {
+        if let Self::Gguf(folder, _) = self {
+            return Ok(folder.open()?.load(Some(kind), device)?);
+        }
         let config = self.config()?;
         let bytes = config.parameter_count() * kind.elt_size_in_bytes() as u64;
         let free = runtime::device::memory_info(device)?.free;

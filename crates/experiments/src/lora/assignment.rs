@@ -13,11 +13,7 @@ use report::{Case, Metric};
 use serde_json::{Value, json};
 
 use crate::driver::Bench;
-use crate::started_program;
-
-/// The file of Qwen2.5-Coder-0.5B-Instruct that `cargo xtask setup --models` downloads. Its shape, vocabulary and tokenizer are those of
-/// Qwen2.5-0.5B, which the assignment names.
-const MODEL: &str = "qwen2.5-coder-0.5b-instruct-q4_k_m.gguf";
+use crate::{installed, started_program};
 
 #[derive(Args)]
 pub(crate) struct Assignment {
@@ -45,15 +41,9 @@ pub(crate) struct Assignment {
 impl Assignment {
     /// The model and the problems, or what is missing.
     fn inputs(&self) -> Result<(PathBuf, PathBuf), String> {
-        let installed = || std::env::var_os("FRUGAL_MODELS").map(|folder| PathBuf::from(folder).join(MODEL));
-        let model = self.model.clone().or_else(installed).filter(|model| model.exists());
-        let model = model.ok_or_else(|| {
-            format!("{MODEL} is not installed; run `cargo xtask setup --models`, or name a model as --model")
-        })?;
-        let problems = self.problems.clone().or_else(|| std::env::var_os("FRUGAL_GSM8K").map(PathBuf::from));
-        let problems = problems.filter(|folder| folder.is_dir());
-        let problems = problems
-            .ok_or("GSM8K is missing: set FRUGAL_GSM8K to a folder with its train.jsonl and test.jsonl")?;
+        let model = self.model.as_deref().unwrap_or(Path::new(installed::ASSIGNMENT));
+        let model = installed::find(model).ok_or_else(|| installed::missing(model))?;
+        let problems = installed::gsm8k(self.problems.as_deref())?;
         Ok((model, problems))
     }
 }

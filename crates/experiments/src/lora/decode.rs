@@ -125,14 +125,15 @@ fn measure(
             |measurement: runtime::Result<Measurement>| measurement?.rate().context("the rate of the memory");
         Ok([rate(physical::copy_bandwidth(device))?, rate(physical::read_bandwidth(device))?])
     };
+    let prompts = Prompts { rows: batch, tokens: arguments.prompt, new: arguments.new_tokens };
     // The first time fills caches.
     for (model, _) in models {
-        decode(model, batch, arguments)?;
+        seconds(model, prompts)?;
     }
     let mut before = memory()?;
     for _ in 0..repeats {
         for ((model, _), model_figures) in models.iter().zip(&mut measured) {
-            let [reading, decoding] = decode(model, batch, arguments)?;
+            let [reading, decoding] = seconds(model, prompts)?;
             let after = memory()?;
             model_figures.reading.push(reading);
             model_figures.decoding.push(decoding);
@@ -144,14 +145,23 @@ fn measure(
     Ok(measured)
 }
 
+/// Prompts of made-up tokens.
+#[derive(Clone, Copy)]
+pub(super) struct Prompts {
+    pub(super) rows: i64,
+    /// Tokens of a prompt.
+    pub(super) tokens: i64,
+    /// New tokens after each.
+    pub(super) new: u32,
+}
+
 /// Returns the seconds of reading the prompts, and of a token of each.
-fn decode(model: &dyn LanguageModel, batch: i64, arguments: &Decode) -> anyhow::Result<[f64; 2]> {
+pub(super) fn seconds(model: &dyn LanguageModel, sizes: Prompts) -> anyhow::Result<[f64; 2]> {
     let vocabulary = model.vocabulary();
     let token = |row: i64, place: i64| (row * 7919 + place * 104_729 + 13) % vocabulary;
     let prompts: Vec<Vec<i64>> =
-        (0..batch).map(|row| (0..arguments.prompt).map(|place| token(row, place)).collect()).collect();
-    let options =
-        GenerationConfig { max_new_tokens: arguments.new_tokens as usize, ..GenerationConfig::default() };
+        (0..sizes.rows).map(|row| (0..sizes.tokens).map(|place| token(row, place)).collect()).collect();
+    let options = GenerationConfig { max_new_tokens: sizes.new as usize, ..GenerationConfig::default() };
     let start = Instant::now();
     let mut first = None;
     let mut watch = |_: usize, _: &[i64]| {
@@ -160,7 +170,7 @@ fn decode(model: &dyn LanguageModel, batch: i64, arguments: &Decode) -> anyhow::
     };
     generate(model, &prompts, &options, &mut watch)?;
     let first = first.context("nothing was generated")?;
-    let token = first.elapsed().as_secs_f64() / f64::from(arguments.new_tokens - 1);
+    let token = first.elapsed().as_secs_f64() / f64::from(sizes.new - 1);
     Ok([first.duration_since(start).as_secs_f64(), token])
 }
 

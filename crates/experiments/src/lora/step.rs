@@ -13,6 +13,7 @@ use clap::{Args, ValueEnum};
 use fused_ce::{Chunk, LinearCrossEntropy};
 use kernels::nf4::Scales;
 use kernels::physical;
+use kernels::quantized::blocks;
 use lora::LoraConfig;
 use models::module::{Context as Pass, IGNORE_INDEX, Input, LanguageModel, trainable};
 use report::measurements::IMPLEMENTATION_KEY;
@@ -77,8 +78,8 @@ impl Trained {
 
 #[derive(Args)]
 pub(crate) struct Step {
-    /// qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, tiny, narrow (24 layers of width 32), or a config.json
-    /// [default: by scale]
+    /// qwen2.5-0.5b, qwen2.5-1.5b, qwen2.5-7b, tiny, narrow (24 layers of width 32), a config.json, or a GGUF file, whose weights are
+    /// read [default: by scale]
     #[arg(long)]
     shape: Option<Shape>,
     /// Rows of a batch
@@ -90,8 +91,8 @@ pub(crate) struct Step {
     /// Share of a row's tokens, at its end, that have a label
     #[arg(long, default_value_t = 0.5)]
     answers: f64,
-    /// Dtypes of the base: fp32, bf16, fp16, nf4
-    #[arg(long, value_delimiter = ',', default_value = "fp32", value_parser = dtype::parse_weights)]
+    /// Dtypes of the base: fp32, bf16, fp16, nf4, gguf (the blocks of a GGUF file)
+    #[arg(long, value_delimiter = ',', default_value = "fp32", value_parser = dtype::parse_base)]
     dtype: Vec<Kind>,
     /// Activations that a step keeps for backward
     #[arg(long, value_enum, value_delimiter = ',', default_value = "recompute,keep")]
@@ -153,8 +154,14 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Step) -> anyhow::Result<()> {
                 captured = Some(Captured::new(other, method, before)?);
             }
             let held = captured.as_ref().map_or(0, Captured::live);
-            let predicted =
-                predict(&shape, (method, train), arguments, prepared.labelled, (kind, device))? as f64;
+            // The bytes of a file's blocks are not those of the shape.
+            let predicted = match kind {
+                blocks::KIND => None,
+                _ => {
+                    Some(predict(&shape, (method, train), arguments, prepared.labelled, (kind, device))?
+                        as f64)
+                }
+            };
             let implementations =
                 if arguments.capture { captured::implementations(device) } else { [None, None] };
             let [captured_case, case] = implementations
@@ -171,12 +178,10 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Step) -> anyhow::Result<()> {
                 let mut figures = prepared.measure(arguments, (limit, flops), held)?;
                 let peak = figures.iter().find(|figure| figure.name == "peak_bytes");
                 let peak = peak.and_then(|peak| peak.value);
-                figures.push(Metric::exact("predicted_peak_bytes", "B", predicted));
-                figures.extend(
-                    peak.map(|peak| {
-                        Metric::exact("prediction_error", "ratio", (predicted / peak - 1.0).abs())
-                    }),
-                );
+                figures.extend(predicted.map(|bytes| Metric::exact("predicted_peak_bytes", "B", bytes)));
+                figures.extend(predicted.zip(peak).map(|(bytes, peak)| {
+                    Metric::exact("prediction_error", "ratio", (bytes / peak - 1.0).abs())
+                }));
                 bench.put(&case, figures)
             })?;
             bench.put(&case, vec![gpu_busy::measure(device, || prepared.step())?])?;
