@@ -108,21 +108,6 @@ impl Machines {
         }
     }
 
-    /// Returns the bytes that a machine has received and sent, with the headers of the packets.
-    ///
-    /// # Panics
-    /// If the system does not tell.
-    pub(crate) fn bytes(&self, node: usize) -> [u64; 2] {
-        ["rx_bytes", "tx_bytes"].map(|what| {
-            let file = format!("/sys/class/net/{INTERFACE}/statistics/{what}");
-            let mut cat = Command::new("ip");
-            // In the namespace's own /sys.
-            let output =
-                cat.args(["netns", "exec", &self.namespaces[node], "cat", &file]).output().expect("`ip`");
-            String::from_utf8_lossy(&output.stdout).trim().parse().expect("a number")
-        })
-    }
-
     fn ip(&self, node: usize, words: &[&str]) -> Result<(), String> {
         let mut all = vec!["-netns", &self.namespaces[node]];
         all.extend(words);
