@@ -1,7 +1,7 @@
 //! torchrun's variables, and what is said where they are not right.
 
 use expect_test::{Expect, expect};
-use runtime::collectives::Launch;
+use runtime::collectives::{Launch, Machines};
 
 const ALL: [(&str, &str); 9] = [
     ("RANK", "3"),
@@ -74,4 +74,55 @@ fn a_variable_that_is_missing_or_invalid_is_named() {
         &[("TORCHELASTIC_RESTART_COUNT", "x")],
         expect![[r#"launch: TORCHELASTIC_RESTART_COUNT is "x"; expected a number"#]],
     );
+}
+
+/// The variables of the sixth task of a step with two tasks on each of three machines, as `srun` sets them.
+const STEP: [(&str, &str); 9] = [
+    ("SLURM_JOB_ID", "1234567"),
+    ("SLURM_STEP_ID", "0"),
+    ("SLURM_STEP_NUM_TASKS", "6"),
+    ("SLURM_STEP_NUM_NODES", "3"),
+    ("SLURM_STEP_TASKS_PER_NODE", "2(x3)"),
+    ("SLURM_STEP_NODELIST", "node[07-08],node12"),
+    ("SLURM_PROCID", "5"),
+    ("SLURM_LOCALID", "1"),
+    ("SLURM_NODEID", "2"),
+];
+
+fn of_step(name: &str, changes: &[(&str, &str)]) -> Option<String> {
+    let changed = changes.iter().find(|(changed, _)| *changed == name);
+    let value = changed.or_else(|| STEP.iter().find(|(known, _)| *known == name));
+    value.map(|(_, value)| (*value).to_owned()).filter(|value| !value.is_empty())
+}
+
+#[test]
+fn a_task_of_slurm_has_its_place_unless_a_launcher_gives_another() {
+    let read = |changes: &[(&str, &str)]| Launch::read(|name| of_step(name, changes));
+    let launch = read(&[]).unwrap().unwrap();
+    assert_eq!((launch.rank, launch.world_size, launch.local_rank, launch.local_world_size), (5, 6, 1, 2));
+    assert_eq!((&*launch.master_address, launch.master_port, &*launch.run_id), ("node07", 24_567, "1234567.0"));
+    let launch = read(&[("MASTER_ADDR", "10.0.0.9"), ("MASTER_PORT", "1234")]).unwrap().unwrap();
+    assert_eq!((&*launch.master_address, launch.master_port), ("10.0.0.9", 1234));
+    // A job's script is no task of a step, and a task alone has no others.
+    assert_eq!(read(&[("SLURM_STEP_ID", "")]).unwrap(), None);
+    assert_eq!(read(&[("SLURM_STEP_NUM_TASKS", "1")]).unwrap(), None);
+    // What `frugal launch` and torchrun set wins.
+    let torchrun = |name: &str| {
+        let known = ALL.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned());
+        known.or_else(|| of_step(name, &[]))
+    };
+    assert_eq!(Launch::read(torchrun).unwrap().unwrap().rank, 3);
+    let error = read(&[("SLURM_PROCID", "x")]).unwrap_err().to_string();
+    assert_eq!(error, r#"launch: SLURM_PROCID is "x"; expected a number"#);
+    let error = read(&[("SLURM_STEP_NODELIST", "")]).unwrap_err().to_string();
+    assert_eq!(error, "launch: SLURM_STEP_NODELIST is not set, but SLURM_STEP_ID is");
+}
+
+#[test]
+fn a_launcher_on_each_machine_of_a_step_knows_its_own() {
+    let read = |changes: &[(&str, &str)]| Machines::of_slurm(|name| of_step(name, changes)).unwrap();
+    assert_eq!(read(&[]), None);
+    let (count, rank, master, run_id) = (3, 2, ("node07".to_owned(), 24_567), "1234567.0".to_owned());
+    assert_eq!(read(&[("SLURM_STEP_NUM_TASKS", "3")]), Some(Machines { count, rank, master, run_id }));
+    assert_eq!(read(&[("SLURM_STEP_NUM_TASKS", "1"), ("SLURM_STEP_NUM_NODES", "1")]), None);
 }
