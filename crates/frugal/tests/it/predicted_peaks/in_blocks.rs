@@ -180,10 +180,13 @@ fn predicted_peaks_of_a_base_in_blocks_are_those_of_the_allocator() {
         let folder = Folder::open(&folder).unwrap();
         assert_eq!(folder.config().tie_word_embeddings, shape.output.is_none());
         assert_eq!(folder.kind().unwrap(), Kind::BFloat16);
-        // All labels of a batch may be in the rows of one pass, and with many logits that bound is wide.
-        let is_exact = |case: &Case| case.at_once.is_none() || shape.output.is_none();
-        let cases: Vec<Case> = CASES.into_iter().filter(is_exact).collect();
-        wrong.extend(compare_in(shape.name, &folder, &cases, TOLERANCE));
+        // All labels of a batch may be in the rows of one pass: that is a bound, wide where there are many logits.
+        let (exact, bounds): (Vec<Case>, Vec<Case>) =
+            CASES.into_iter().partition(|case| case.at_once.is_none());
+        wrong.extend(compare_in(shape.name, &folder, &exact, TOLERANCE));
+        if shape.output.is_none() {
+            wrong.extend(compare_in(shape.name, &folder, &bounds, 0.05));
+        }
     }
     assert!(wrong.is_empty(), "{}", wrong.join("\n"));
 }

@@ -100,7 +100,10 @@ fn a_task_of_slurm_has_its_place_unless_a_launcher_gives_another() {
     let read = |changes: &[(&str, &str)]| Launch::read(|name| of_step(name, changes));
     let launch = read(&[]).unwrap().unwrap();
     assert_eq!((launch.rank, launch.world_size, launch.local_rank, launch.local_world_size), (5, 6, 1, 2));
-    assert_eq!((&*launch.master_address, launch.master_port, &*launch.run_id), ("node07", 24_567, "1234567.0"));
+    assert_eq!(
+        (&*launch.master_address, launch.master_port, &*launch.run_id),
+        ("node07", 24_567, "1234567.0")
+    );
     let launch = read(&[("MASTER_ADDR", "10.0.0.9"), ("MASTER_PORT", "1234")]).unwrap().unwrap();
     assert_eq!((&*launch.master_address, launch.master_port), ("10.0.0.9", 1234));
     // A job's script is no task of a step, and a task alone has no others.
