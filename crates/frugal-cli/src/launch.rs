@@ -74,7 +74,7 @@ const PORT: u16 = 29_500;
 fn host_and_port(text: &str) -> Result<(String, u16), String> {
     let (host, port) = match text.strip_prefix('[').and_then(|rest| rest.split_once(']')) {
         Some((host, "")) => (host, None),
-        Some((host, rest)) => (host, rest.strip_prefix(':').or(Some(rest))),
+        Some((host, rest)) => (host, Some(rest.strip_prefix(':').unwrap_or_default())),
         None => match text.split_once(':') {
             Some((host, port)) if !port.contains(':') => (host, Some(port)),
             _ => (text, None),
