@@ -110,7 +110,7 @@ fn what_is_not_possible_is_refused_by_name() {
     let typo = error("--target-parameters gate_up_prj --dropout 0");
     assert!(typo.contains("did you mean `gate_up_proj`?"), "{typo}");
     let module = error("--targets down_proj");
-    assert!(module.contains("`down_proj` matches none"), "{module}");
+    assert!(module.contains("[\"down_proj\"] matches none"), "{module}");
     let negative = error("--router-aux-loss=-1");
     assert!(negative.contains("a coefficient of 0 or more"), "{negative}");
     let dense =
