@@ -22,7 +22,7 @@ pub(crate) struct GgufFolder {
 
 impl GgufFolder {
     /// # Errors
-    /// A file that is none; a full disk.
+    /// A file that is no GGUF file; a full disk.
     pub(crate) fn new(file: &Path) -> anyhow::Result<Self> {
         let folder = tempfile::tempdir()?;
         let path = gguf::folder::make(file, ReadOptions::default(), folder.path())?;

@@ -45,7 +45,7 @@ pub(crate) struct Launch {
     /// How long a rank waits for the others in one operation before all give up [default: 300]
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u32).range(1..))]
     timeout: Option<u32>,
-    /// Number of machines, each of which starts as many processes [default: 1, or those of Slurm's step]
+    /// Number of machines; each starts as many processes [default: 1, or those of Slurm's step]
     #[arg(long, value_name = "M", value_parser = clap::value_parser!(u16).range(1..))]
     nodes: Option<u16>,
     /// Number of this machine, from 0; rank 0 is on machine 0

@@ -16,7 +16,7 @@ use crate::driver::Bench;
 use crate::installed::{self, GgufFolder};
 use crate::started_program;
 
-/// The type of which no file is written: the projections in NF4, the rest in bf16.
+/// A type without a file: the projections in NF4, the rest in bf16.
 const NF4: &str = "nf4";
 
 #[derive(Args)]

@@ -108,7 +108,7 @@ fn interrupted_and_killed_ranks_go_on_to_the_same_bits() {
     let resume =
         "[ $RANK = 0 ] && folder=killed || folder=own; exec $FRUGAL resume $folder --set training.steps=44";
     let said = fails(&shell(&tiny, "-n 2 --patience 1", resume));
-    let expected = format!("of which each machine needs a copy,` is {STEPS} on rank 0 and ");
+    let expected = format!("(each machine needs a copy)` is {STEPS} on rank 0 and ");
     assert!(said.contains(&expected), "{said}");
 }
 

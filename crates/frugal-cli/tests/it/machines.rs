@@ -257,7 +257,7 @@ fn a_resume_where_a_machine_lacks_the_folder_is_refused_by_name() {
     for end in &ends {
         assert!(!end.status.success(), "{}", end.said);
     }
-    let told = "in the output folder, of which each machine needs a copy,` is 2 on rank 0 and none on rank ";
+    let told = "in the output folder (each machine needs a copy)` is 2 on rank 0 and none on rank ";
     assert!(ends[0].said.contains(told), "{}", ends[0].said);
     // With the folder it goes on.
     assert!(Command::new("cp").arg("-r").args([out(0), out(1)]).status().unwrap().success());

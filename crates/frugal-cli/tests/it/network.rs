@@ -51,6 +51,11 @@ impl Machines {
                 machines.ip(node, words).expect("a network");
             }
         }
+        let ran = said(&mut machines.command(1, Path::new("true")));
+        if let Err(why) = ran {
+            eprintln!("skipped: no names of machines: {why}");
+            return None;
+        }
         Some(machines)
     }
 

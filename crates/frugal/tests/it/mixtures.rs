@@ -170,7 +170,7 @@ fn trainer(checkpoints: &Path, steps: u64, seen: &Seen) -> (Trainer, Synthetic) 
     (trainer, synthetic())
 }
 
-/// Batches of two rows, of which one has padding at least.
+/// Batches of two rows; one has padding at least.
 fn synthetic() -> Synthetic {
     Synthetic {
         seed: 3,

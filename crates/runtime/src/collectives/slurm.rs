@@ -52,7 +52,7 @@ impl<V: Fn(&str) -> Option<String>> Step<V> {
     }
 }
 
-/// Returns the place of a task that `srun` started beside others; `None` for a process that is none.
+/// Returns the place of a task that `srun` started beside others; `None` for a process that is no such task.
 pub(super) fn task(variable: impl Fn(&str) -> Option<String>) -> Result<Option<Launch>> {
     let step = Step(variable);
     if (step.0)("SLURM_STEP_ID").is_none() || step.number("SLURM_STEP_NUM_TASKS")? < 2 {

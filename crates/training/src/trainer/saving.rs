@@ -163,7 +163,8 @@ impl Trainer {
                 Some(checkpoint) => (checkpoint.step.to_string(), checkpoint.digest()?),
                 None => ("none".to_owned(), "none".to_owned()),
             };
-            let newest = "step of the newest valid checkpoint in the output folder, of which each machine needs a copy,";
+            let newest =
+                "step of the newest valid checkpoint in the output folder (each machine needs a copy)";
             group.agree(&[(newest, &step), ("manifest of it", &digest)])?;
         }
         for reason in &latest.refused {
