@@ -37,16 +37,19 @@ fn adapted(name: &str, kind: Kind) -> Llama {
     model
 }
 
-fn install(model: &mut Llama) {
-    let config = LoraConfig {
+fn lora() -> LoraConfig {
+    LoraConfig {
         r: 2,
         seed: 3,
         init_lora_weights: false.into(),
         target_modules: Some(["q_proj", "v_proj"].into()),
         target_parameters: Some(vec!["experts.gate_up_proj".to_owned(), "experts.down_proj".to_owned()]),
         ..LoraConfig::default()
-    };
-    config.install(model).unwrap();
+    }
+}
+
+fn install(model: &mut Llama) {
+    lora().install(model).unwrap();
 }
 
 /// The losses and the gradient of each trained parameter.
@@ -125,15 +128,7 @@ fn adapters_over_experts_in_files_have_the_same_bits_and_are_not_merged() {
     let expected = step(&adapted("qwen3_moe", Kind::BFloat16));
     let options = ExpertConfig { cache: 16 << 10, ..ExpertConfig::default() };
     let (mut model, _experts) = options.open(&folder("qwen3_moe"), None).unwrap();
-    let config = LoraConfig {
-        r: 2,
-        seed: 3,
-        init_lora_weights: false.into(),
-        target_modules: Some(["q_proj", "v_proj"].into()),
-        target_parameters: Some(vec!["experts.gate_up_proj".to_owned(), "experts.down_proj".to_owned()]),
-        ..LoraConfig::default()
-    };
-    let adapters = config.install(&mut model).unwrap();
+    let adapters = lora().install(&mut model).unwrap();
     check("in files", &step(&model), &expected);
     let error = adapters.merge().unwrap_err().to_string();
     assert!(error.contains("are streamed from files, which a merge does not change"), "{error}");
