@@ -154,19 +154,41 @@ fn dots<S: Simd, const N: usize>(
     for (x, given) in x.iter_mut().zip(given) {
         *x = *given;
     }
+    if matches!(stored, Stored::Pairs) {
+        return dots_of_pairs(&streams, &x, out);
+    }
+    // Sums of all streams with four vectors are as many as a processor with 16 registers has.
+    if N == VECTORS && S::REGISTER_COUNT < 32 {
+        let (streams, out) = (streams.as_chunks::<2>().0, out.as_chunks_mut::<2>().0);
+        for (streams, out) in streams.iter().zip(out) {
+            dots_of_streams::<S, N, 2>(simd, stored, streams, &x, out);
+        }
+    } else {
+        dots_of_streams::<S, N, STREAMS>(simd, stored, &streams, &x, out);
+    }
+}
+
+/// [`dots`] of words in fp32 or of two bf16.
+#[inline(always)]
+fn dots_of_streams<S: Simd, const N: usize, const M: usize>(
+    simd: S,
+    stored: Stored,
+    streams: &[&[u32]; M],
+    x: &[&[u32]; N],
+    out: &mut [[f32; VECTORS]; M],
+) {
     let sums = match stored {
-        Stored::Pairs => return dots_of_pairs(&streams, &x, out),
-        Stored::Float => add::<S, N>(simd, streams, x),
-        Stored::Bfloat16 => {
+        Stored::Float => add::<S, N, M>(simd, streams, x),
+        Stored::Bfloat16 | Stored::Pairs => {
             let words = streams[0].len();
             let mut halves = [(x[0], x[0]); N];
             for vector in 0..N {
                 halves[vector] = x[vector].split_at(words);
             }
-            add_halves::<S, N>(simd, streams, halves)
+            add_halves::<S, N, M>(simd, streams, &halves)
         }
     };
-    for stream in 0..STREAMS {
+    for stream in 0..M {
         for vector in 0..N {
             out[stream][vector] = simd.reduce_sum_f32s(sums[stream][vector]);
         }
@@ -242,24 +264,24 @@ fn dots_of_pairs<const N: usize>(_: &[&[u32]; STREAMS], _: &[&[u32]; N], _: &mut
 /// Sums of products of fp32. Without closures, which would not be compiled for the chosen vector instructions; whole vectors apart
 /// from the rest, which pulp loads by a call.
 #[inline(always)]
-fn add<S: Simd, const N: usize>(
+fn add<S: Simd, const N: usize, const M: usize>(
     simd: S,
-    streams: [&[u32]; STREAMS],
-    x: [&[u32]; N],
-) -> [[S::f32s; N]; STREAMS] {
-    let mut sums = [[simd.splat_f32s(0.0); N]; STREAMS];
+    streams: &[&[u32]; M],
+    x: &[&[u32]; N],
+) -> [[S::f32s; N]; M] {
+    let mut sums = [[simd.splat_f32s(0.0); N]; M];
     let words = streams[0].len();
     let vectors = words / S::F32_LANES;
     let (mut stream_vectors, mut x_vectors) =
-        ([S::as_simd_u32s(streams[0]).0; STREAMS], [S::as_simd_u32s(x[0]).0; N]);
-    for stream in 0..STREAMS {
+        ([S::as_simd_u32s(streams[0]).0; M], [S::as_simd_u32s(x[0]).0; N]);
+    for stream in 0..M {
         stream_vectors[stream] = &S::as_simd_u32s(streams[stream]).0[..vectors];
     }
     for vector in 0..N {
         x_vectors[vector] = &S::as_simd_u32s(x[vector]).0[..vectors];
     }
     for at in 0..vectors {
-        for stream in 0..STREAMS {
+        for stream in 0..M {
             simd::prefetch_line((&raw const stream_vectors[stream][at]).addr() + simd::PREFETCHED);
             let weight = simd.transmute_f32s_u32s(stream_vectors[stream][at]);
             for vector in 0..N {
@@ -270,7 +292,7 @@ fn add<S: Simd, const N: usize>(
     }
     if vectors * S::F32_LANES < words {
         let rest = vectors * S::F32_LANES..words;
-        for stream in 0..STREAMS {
+        for stream in 0..M {
             let weight = simd.transmute_f32s_u32s(simd.partial_load_u32s(&streams[stream][rest.clone()]));
             for vector in 0..N {
                 let x = simd.transmute_f32s_u32s(simd.partial_load_u32s(&x[vector][rest.clone()]));
@@ -284,52 +306,57 @@ fn add<S: Simd, const N: usize>(
 /// As [`add`], for words of two bf16, and of each vector the elements of their first and of their second halves: a bf16 is the upper half of
 /// the fp32 of the same value.
 #[inline(always)]
-fn add_halves<S: Simd, const N: usize>(
+fn add_halves<S: Simd, const N: usize, const M: usize>(
     simd: S,
-    streams: [&[u32]; STREAMS],
-    x: [(&[u32], &[u32]); N],
-) -> [[S::f32s; N]; STREAMS] {
-    let mut sums = [[simd.splat_f32s(0.0); N]; STREAMS];
+    streams: &[&[u32]; M],
+    x: &[(&[u32], &[u32]); N],
+) -> [[S::f32s; N]; M] {
+    let mut sums = [[simd.splat_f32s(0.0); N]; M];
     let words = streams[0].len();
     let vectors = words / S::F32_LANES;
-    let mut stream_vectors = [S::as_simd_u32s(streams[0]).0; STREAMS];
+    let mut stream_vectors = [S::as_simd_u32s(streams[0]).0; M];
     let (mut first, mut second) = ([S::as_simd_u32s(x[0].0).0; N], [S::as_simd_u32s(x[0].1).0; N]);
-    for stream in 0..STREAMS {
+    for stream in 0..M {
         stream_vectors[stream] = &S::as_simd_u32s(streams[stream]).0[..vectors];
     }
     for vector in 0..N {
         first[vector] = &S::as_simd_u32s(x[vector].0).0[..vectors];
         second[vector] = &S::as_simd_u32s(x[vector].1).0[..vectors];
     }
+    let (mut low, mut high) = ([simd.splat_f32s(0.0); M], [simd.splat_f32s(0.0); M]);
     for at in 0..vectors {
-        for stream in 0..STREAMS {
+        for stream in 0..M {
             simd::prefetch_line((&raw const stream_vectors[stream][at]).addr() + simd::PREFETCHED);
-            for vector in 0..N {
-                let sum = sums[stream][vector];
-                sums[stream][vector] =
-                    add_pair(simd, sum, stream_vectors[stream][at], first[vector][at], second[vector][at]);
+            (low[stream], high[stream]) = both(simd, stream_vectors[stream][at]);
+        }
+        for vector in 0..N {
+            let first = simd.transmute_f32s_u32s(first[vector][at]);
+            let second = simd.transmute_f32s_u32s(second[vector][at]);
+            for stream in 0..M {
+                let sum = simd.mul_add_e_f32s(low[stream], first, sums[stream][vector]);
+                sums[stream][vector] = simd.mul_add_e_f32s(high[stream], second, sum);
             }
         }
     }
     if vectors * S::F32_LANES < words {
         let rest = vectors * S::F32_LANES..words;
-        for stream in 0..STREAMS {
-            let pairs = simd.partial_load_u32s(&streams[stream][rest.clone()]);
+        for stream in 0..M {
+            let (low, high) = both(simd, simd.partial_load_u32s(&streams[stream][rest.clone()]));
             for vector in 0..N {
                 let first = simd.partial_load_u32s(&x[vector].0[rest.clone()]);
                 let second = simd.partial_load_u32s(&x[vector].1[rest.clone()]);
-                sums[stream][vector] = add_pair(simd, sums[stream][vector], pairs, first, second);
+                let sum = simd.mul_add_e_f32s(low, simd.transmute_f32s_u32s(first), sums[stream][vector]);
+                sums[stream][vector] = simd.mul_add_e_f32s(high, simd.transmute_f32s_u32s(second), sum);
             }
         }
     }
     sums
 }
 
-/// Adds the products of both bf16 of each word.
+/// Returns the first and the second bf16 of each word in fp32.
 #[inline(always)]
-fn add_pair<S: Simd>(simd: S, sum: S::f32s, pairs: S::u32s, first: S::u32s, second: S::u32s) -> S::f32s {
-    let low = simd.transmute_f32s_u32s(simd.wrapping_dyn_shl_u32s(pairs, simd.splat_u32s(16)));
-    let high = simd.transmute_f32s_u32s(simd.and_u32s(pairs, simd.splat_u32s(0xffff_0000)));
-    let sum = simd.mul_add_e_f32s(low, simd.transmute_f32s_u32s(first), sum);
-    simd.mul_add_e_f32s(high, simd.transmute_f32s_u32s(second), sum)
+fn both<S: Simd>(simd: S, pairs: S::u32s) -> (S::f32s, S::f32s) {
+    let low = simd.wrapping_dyn_shl_u32s(pairs, simd.splat_u32s(16));
+    let high = simd.and_u32s(pairs, simd.splat_u32s(0xffff_0000));
+    (simd.transmute_f32s_u32s(low), simd.transmute_f32s_u32s(high))
 }

@@ -2,6 +2,7 @@
 
 use std::arch::x86_64::*;
 
+use super::BlockType;
 use super::chunk::{
     Format, IQ4_NL, Iq4Nl, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, UNITS, half, q3_k_scales,
     six_bits,
@@ -16,8 +17,10 @@ pub(super) struct Loaded {
 
 /// A format that these instructions read.
 pub(super) trait Registers: Format {
-    /// The unit at each 16 bytes of the registers.
-    const ORDER: [usize; UNITS];
+    /// Where each of the four units of two registers is, in halves of registers.
+    const ORDER: [usize; 4];
+    /// Whether two units, from an even one on, have the same scale.
+    const PAIRS: bool = Self::TYPE.values() == 32 || matches!(Self::TYPE, BlockType::Q4K | BlockType::Q5K);
 
     /// Reads a chunk of [`Format::BYTES`].
     ///
@@ -27,15 +30,15 @@ pub(super) trait Registers: Format {
 }
 
 /// The order of the row.
-const IN_ORDER: [usize; UNITS] = [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15];
+const IN_ORDER: [usize; 4] = [0, 1, 2, 3];
 /// The order of two blocks of 32: the low bits of both, then the high bits.
-const LOW_THEN_HIGH: [usize; UNITS] = [0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15];
+const LOW_THEN_HIGH: [usize; 4] = [0, 2, 1, 3];
 
 /// Implements [`Registers`] by an expression over the bytes.
 macro_rules! registers {
     ($name:ident, $order:expr, |$bytes:ident| $load:expr) => {
         impl Registers for $name {
-            const ORDER: [usize; UNITS] = $order;
+            const ORDER: [usize; 4] = $order;
 
             // SAFETY: the caller keeps the trait's contract.
             #[inline(always)]

@@ -40,6 +40,25 @@ pub(super) trait Format: Sync {
     fn read(bytes: &[u8], chunk: &mut Chunk);
 }
 
+/// Returns where a chunk of a row begins, in weights or bytes as both sizes are. The last chunk of a row that is no multiple of chunks is the
+/// last 256 weights, and begins within the chunk before it.
+#[inline(always)]
+pub(super) fn chunk_start(number: usize, chunk: usize, length: usize) -> usize {
+    (number * chunk).min(length.saturating_sub(chunk))
+}
+
+/// Divides a vector into the chunks that products read: numbers that an earlier chunk has, and numbers beyond a vector shorter than a chunk, are
+/// zero.
+pub(super) fn chunks<T: Copy + Default>(x: &[T]) -> impl Iterator<Item = [T; CHUNK]> {
+    (0..x.len().div_ceil(CHUNK)).map(|number| {
+        let start = chunk_start(number, CHUNK, x.len());
+        let mut chunk = [T::default(); CHUNK];
+        let (new, end) = (number * CHUNK, x.len().min((number + 1) * CHUNK));
+        chunk[new - start..end - start].copy_from_slice(&x[new..end]);
+        chunk
+    })
+}
+
 /// Reads an fp16 in fp32.
 #[inline(always)]
 pub(super) fn half(bytes: &[u8], at: usize) -> f32 {

@@ -1,5 +1,6 @@
 //! Dequantization on the CPU: one pass over the blocks, on libtorch's threads.
 
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use half::bf16;
@@ -10,7 +11,7 @@ use tch::{Device, Kind, Tensor};
 
 #[cfg(target_arch = "x86_64")]
 use super::avx512;
-use super::chunk::{CHUNK, Chunk, Format, UNIT, with_format};
+use super::chunk::{CHUNK, Chunk, Format, UNIT, chunk_start, with_format};
 use super::{BlockType, refuse};
 use crate::cpu_tensor::{Output, bytes};
 use crate::operands::rows;
@@ -21,7 +22,7 @@ use crate::simd::{Element, arch};
 /// Approximate weights of a task.
 pub(super) const TASK: usize = 256 * 1024;
 /// The most bytes of a chunk.
-pub(super) const MOST_BYTES: usize = 34 * 8;
+const MOST_BYTES: usize = 34 * 8;
 
 /// The rows of a matrix on the CPU.
 #[derive(Clone, Copy)]
@@ -47,20 +48,19 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Returns the bytes of a row's chunk. The last chunk is padded in `memory` with blocks of zeros, whose weights are zero.
+/// Memory for the bytes of a chunk that a row does not have.
+pub(super) type Padded = MaybeUninit<[u8; MOST_BYTES]>;
+
+/// Returns the bytes of a row's chunk, from [`chunk_start`] on. A row shorter than a chunk is padded in `memory` with blocks of zeros, whose
+/// weights are zero.
 #[inline(always)]
-pub(super) fn chunk_bytes<'a, F: Format>(
-    row: &'a [u8],
-    number: usize,
-    memory: &'a mut [u8; MOST_BYTES],
-) -> &'a [u8] {
-    let start = number * F::BYTES;
+pub(super) fn chunk_bytes<'a, F: Format>(row: &'a [u8], number: usize, memory: &'a mut Padded) -> &'a [u8] {
+    let start = chunk_start(number, F::BYTES, row.len());
     if let Some(bytes) = row.get(start..start + F::BYTES) {
         return bytes;
     }
-    let rest = &row[start..];
-    memory[..rest.len()].copy_from_slice(rest);
-    memory[rest.len()..].fill(0);
+    let memory = memory.write([0; MOST_BYTES]);
+    memory[..row.len()].copy_from_slice(row);
     &memory[..F::BYTES]
 }
 
@@ -135,9 +135,11 @@ fn fill<F: Format, E: Element<Compute = f32>>(
     read: impl Fn(&[u8], &mut [f32; CHUNK]),
 ) {
     let (mut at, mut rest) = (columns.start, out);
-    let (mut values, mut memory) = ([0.0; CHUNK], [0; MOST_BYTES]);
+    let width = row.len() / F::TYPE.bytes() * F::TYPE.values();
+    let (mut values, mut memory) = ([0.0; CHUNK], Padded::uninit());
     while !rest.is_empty() {
-        let (number, skipped) = (at / CHUNK, at % CHUNK);
+        let number = at / CHUNK;
+        let skipped = at - chunk_start(number, CHUNK, width);
         let (now, later) = rest.split_at_mut(rest.len().min(CHUNK - skipped));
         read(chunk_bytes::<F>(row, number, &mut memory), &mut values);
         for (to, value) in now.iter_mut().zip(&values[skipped..]) {

@@ -7,8 +7,8 @@ use runtime::Result;
 use tch::{Kind, Tensor};
 
 use super::BlockType;
-use super::chunk::{CHUNK, Chunk, UNIT, UNITS, with_format};
-use super::cpu::{MOST_BYTES, Rows, TASK, chunk_bytes};
+use super::chunk::{CHUNK, Chunk, UNIT, UNITS, chunks, with_format};
+use super::cpu::{Padded, Rows, TASK, chunk_bytes};
 #[cfg(target_arch = "x86_64")]
 use super::{
     integers::{self, Integers},
@@ -85,6 +85,7 @@ impl<F: Readable, X: Vector> Products for Quantized<'_, F, X> {
         let x = &self.x[number * VECTORS..self.x.len().min((number + 1) * VECTORS)];
         match x.len() {
             1 => X::dots::<F, 1>(rows, [&x[0]], sums),
+            2 => X::dots::<F, 2>(rows, [&x[0], &x[1]], sums),
             // If fewer vectors are left than are multiplied at once, the first one fills the rest.
             _ => {
                 X::dots::<F, VECTORS>(rows, std::array::from_fn(|index| x.get(index).unwrap_or(&x[0])), sums)
@@ -99,7 +100,7 @@ pub(super) trait Vector: Sized + Sync {
     fn dots<F: Readable, const N: usize>(rows: [&[u8]; STREAMS], x: [&Self; N], sums: &mut Sums);
 }
 
-/// A vector in fp32 up to a whole chunk, and the sum of each unit.
+/// A vector in fp32 in chunks, and the sum of each unit.
 pub(super) struct Float {
     values: Vec<[f32; CHUNK]>,
     sums: Vec<[f32; UNITS]>,
@@ -107,10 +108,7 @@ pub(super) struct Float {
 
 impl Float {
     pub(super) fn new(x: &[f32]) -> Self {
-        let mut values = vec![[0.0; CHUNK]; x.len().div_ceil(CHUNK)];
-        for (to, from) in values.iter_mut().zip(x.chunks(CHUNK)) {
-            to[..from.len()].copy_from_slice(from);
-        }
+        let values: Vec<_> = chunks(x).collect();
         let sum =
             |values: &[f32; CHUNK]| std::array::from_fn(|unit| values[unit * UNIT..][..UNIT].iter().sum());
         Self { sums: values.iter().map(sum).collect(), values }
@@ -132,7 +130,7 @@ fn add<F: Readable, const N: usize>(row: &[u8], x: [&Float; N], out: &mut [f32; 
     const LANES: usize = 8;
     let mut sums = [[0f32; LANES]; N];
     let mut minima = [0f32; N];
-    let (mut chunk, mut memory) = (Chunk::EMPTY, [0; MOST_BYTES]);
+    let (mut chunk, mut memory) = (Chunk::EMPTY, Padded::uninit());
     let zero = f32::from(F::ZERO);
     for number in 0..x[0].values.len() {
         F::read(chunk_bytes::<F>(row, number, &mut memory), &mut chunk);

@@ -13,8 +13,8 @@ use std::sync::OnceLock;
 use half::bf16;
 
 use super::avx512::{Loaded, Registers};
-use super::chunk::{CHUNK, UNIT, UNITS};
-use super::cpu::{MOST_BYTES, chunk_bytes};
+use super::chunk::{CHUNK, UNIT, UNITS, chunks};
+use super::cpu::{Padded, chunk_bytes};
 use super::dots::{Readable, Vector};
 use crate::matvec::streams::{STREAMS, Sums};
 use crate::processor::{Simd, simd};
@@ -51,11 +51,15 @@ pub(super) struct Integers(Vec<Part>);
 
 impl Integers {
     pub(super) fn new<F: Registers>(x: &[bf16]) -> Self {
-        Self(x.chunks(CHUNK).map(part::<F>).collect())
+        // SAFETY: there are such vectors only where the processor has the instructions.
+        Self(chunks(x).map(|x| unsafe { part::<F>(&x) }).collect())
     }
 }
 
-fn part<F: Registers>(x: &[bf16]) -> Part {
+/// # Safety
+/// The processor has AVX-512 F, BW, VL and DQ.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq")]
+unsafe fn part<F: Registers>(x: &[bf16; CHUNK]) -> Part {
     let mut part = Part {
         low: [0; CHUNK],
         high: [0; CHUNK],
@@ -64,7 +68,7 @@ fn part<F: Registers>(x: &[bf16]) -> Part {
         sums: [0.0; UNITS],
     };
     for (place, unit) in F::ORDER.into_iter().enumerate() {
-        let (integers, step) = rounded(x.get(unit * UNIT..).unwrap_or_default());
+        let (integers, step) = rounded(&x.as_chunks::<UNIT>().0[unit]);
         for (at, integer) in integers.into_iter().enumerate() {
             let high = (integer + 128) >> 8;
             part.high[place * UNIT + at] = high as i8;
@@ -77,20 +81,31 @@ fn part<F: Registers>(x: &[bf16]) -> Part {
     part
 }
 
-/// Returns the integers of a unit's first numbers, and t: not a number if one of them is infinite or none.
-pub(super) fn rounded(x: &[bf16]) -> ([i32; UNIT], f32) {
-    let mut numbers = [0f32; UNIT];
-    for (number, x) in numbers.iter_mut().zip(x) {
-        *number = x.widen();
+/// Returns the integers of numbers that share t, and t: not a number if one of them is infinite or none.
+///
+/// Loops, which the compiler vectorizes for the instructions of the caller.
+#[inline(always)]
+pub(super) fn rounded<const N: usize>(x: &[bf16; N]) -> ([i32; N], f32) {
+    let mut numbers = [0f32; N];
+    let mut most = 0;
+    for at in 0..N {
+        numbers[at] = x[at].widen();
+        most = most.max(numbers[at].to_bits() & 0x7fff_ffff);
     }
-    let most = numbers.iter().fold(0u32, |most, number| most.max(number.to_bits() & 0x7fff_ffff));
+    let mut integers = [0; N];
     let exponent = (most >> 23).max(BITS + 1);
     if exponent == 255 {
         // So is every product.
-        return ([0; UNIT], f32::NAN);
+        return (integers, f32::NAN);
     }
     let step = f32::from_bits((exponent - BITS) << 23);
-    (numbers.map(|number| (number * (1.0 / step)).round_ties_even() as i32), step)
+    for at in 0..N {
+        // Of at most BITS + 1 bits, so the conversion neither saturates nor meets what is no number.
+        let integer = (numbers[at] * (1.0 / step)).round_ties_even();
+        // SAFETY: the integer fits.
+        integers[at] = unsafe { integer.to_int_unchecked() };
+    }
+    (integers, step)
 }
 
 impl Vector for Integers {
@@ -104,7 +119,7 @@ impl Vector for Integers {
 /// The processor has AVX-512 F, BW, VL, DQ and VNNI.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c")]
 unsafe fn dots<F: Registers, const N: usize>(rows: [&[u8]; STREAMS], x: [&Integers; N], out: &mut Sums) {
-    let mut memory = [[0; MOST_BYTES]; STREAMS];
+    let mut memory = [const { Padded::uninit() }; STREAMS];
     // The unit of each lane.
     let units: [[i32; 16]; 4] =
         std::array::from_fn(|part| std::array::from_fn(|lane| F::ORDER[4 * part + lane / 4] as i32));
