@@ -58,7 +58,7 @@ use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use block::LlamaBlock;
-pub use decoder::{DecoderConfig, Family, Mixture};
+pub use decoder::{DecoderConfig, Family, LayerType, LinearAttention, Mixture};
 pub(crate) use decoder::{EMBEDDING, LM_HEAD};
 use rotary::Rotaries;
 

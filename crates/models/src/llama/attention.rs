@@ -134,8 +134,8 @@ impl SelfAttention {
         context.extension.is_none() && context.documents.is_none() && !by_head && whole_heads && fused
     }
 
-    /// Divides queries with gates, each head's `[query, gate]`, into both, `[b, t, heads·head]`.
-    fn divide_gates(&self, q: &Tensor) -> Result<(Tensor, Tensor)> {
+    /// Divides queries with gates, each head's `[query, gate]`, into both, `[b, t, heads·head]`. They are copies: the joint tensor is freed.
+    fn divide_gates(&self, q: Tensor) -> Result<(Tensor, Tensor)> {
         let (batch, sequence, width) = q.size3()?;
         let pairs = q.f_view([batch, sequence, width / (2 * self.head), 2, self.head])?.f_unbind(3)?;
         let flat = |x: &Tensor| x.f_reshape([batch, sequence, width / 2]);
@@ -153,7 +153,7 @@ impl Attention for SelfAttention {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let [q, k, v] = self.project(x_btd, context)?;
         let (q, gate) = if self.is_gated {
-            let (q, gate) = self.divide_gates(&q)?;
+            let (q, gate) = self.divide_gates(q)?;
             (q, Some(gate))
         } else {
             (q, None)

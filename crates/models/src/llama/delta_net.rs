@@ -167,10 +167,11 @@ impl Attention for GatedDeltaNet {
         let [g, beta] = self.decay_and_rate(&a, &b, context.extension)?;
         drop((a, b));
 
-        let (qkv, window) = self.convolve(&qkv, context)?;
-        let parts =
-            qkv.f_split_with_sizes([key_heads * key_dim, key_heads * key_dim, self.sizes.values()], -1)?;
+        let (convolved, window) = self.convolve(&qkv, context)?;
         drop(qkv);
+        let widths = [key_heads * key_dim, key_heads * key_dim, self.sizes.values()];
+        let parts = convolved.f_split_with_sizes(widths, -1)?;
+        drop(convolved);
         let heads = |part: &Tensor, heads, width| part.f_view([batch, sequence, heads, width]);
         let (q, k) = (heads(&parts[0], key_heads, key_dim)?, heads(&parts[1], key_heads, key_dim)?);
         let v = heads(&parts[2], value_heads, value_dim)?;
