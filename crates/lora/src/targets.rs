@@ -293,6 +293,14 @@ impl LoraConfig {
         Ok(wanted.map(|group| group.tokens.len() as i64).sum())
     }
 
+    /// Returns whether a tensor of all experts of a layer is adapted, by its whole name (`model.layers.0.mlp.experts.down_proj`).
+    ///
+    /// # Errors
+    /// An invalid regular expression.
+    pub fn adapts_parameter(&self, name: &str) -> Result<bool> {
+        Ok(Targets::new(self)?.wants_parameter(name))
+    }
+
     /// Returns whether the projection of this whole name (`model.layers.0.mlp.up_proj`, `lm_head`) is adapted, or saved whole.
     ///
     /// # Errors
