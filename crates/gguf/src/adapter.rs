@@ -7,8 +7,12 @@
 //! Of an adapted embedding E + s·(B·A)ᵀ, with A of shape `[r, vocabulary]` and B of `[hidden, r]`, llama.cpp looks up rows of Aᵀ, which is
 //! what the file has. Where the head is tied to the embedding, llama.cpp multiplies by this A for the logits too, and aborts: refused.
 //!
+//! Of the experts of a mixture, the file has A and B by expert (`experts.rs`).
+//!
 //! Such a file holds products of two matrices on an unchanged base. Anything else is refused: DoRA, modules that are trained in full,
 //! biases, and initialisations that change the base (PiSSA, OLoRA).
+
+mod experts;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -21,7 +25,7 @@ use crate::error::{Result, file_error, unsupported};
 use crate::file_type::FileType;
 use crate::json::Fields;
 use crate::model::{self, Family, gguf_name, tensor_shape, ties};
-use crate::safetensors::Tensors;
+use crate::safetensors::{Location, Tensors};
 use crate::tensor_type::TensorType;
 use crate::value::Value;
 use crate::writer::TensorInfo;
@@ -42,6 +46,8 @@ pub struct Adapter {
     folder: PathBuf,
     name: String,
     alpha: f64,
+    /// `target_parameters`.
+    parameters: Vec<String>,
     family: &'static Family,
     sizes: Sizes,
     tensors: Tensors,
@@ -66,7 +72,18 @@ impl Adapter {
             tensors.names().any(|name| name.strip_prefix(PREFIX).unwrap_or(name).starts_with(&begin))
         };
         check_outer(&fields, family, base, &adapts)?;
-        Ok(Self { folder: folder.to_owned(), name: name_of(folder), alpha, family, sizes, tensors })
+        let texts = |value: &Json| value.as_str().map(str::to_owned);
+        let parameters = config.get("target_parameters").and_then(Json::as_array);
+        let parameters = parameters.into_iter().flatten().filter_map(texts).collect();
+        Ok(Self {
+            folder: folder.to_owned(),
+            name: name_of(folder),
+            alpha,
+            parameters,
+            family,
+            sizes,
+            tensors,
+        })
     }
 
     /// Checks before a training whether its adapter can be converted: by the text of its `adapter_config.json`, whether it adapts a module
@@ -113,14 +130,18 @@ impl Adapter {
         // llama.cpp takes no scale at all where α is 0.
         let alpha = if self.alpha == 0.0 { 1.0 } else { self.alpha };
         let mut plan = Vec::new();
-        for (module, halves) in pairs {
+        let has = |module: &str| pairs.contains_key(module);
+        for (&module, &halves) in &pairs {
             let [Some(a), Some(b)] = halves else {
                 return Err(file_error(
                     &self.folder,
                     format!("`{module}` has only one of lora_A and lora_B"),
                 ));
             };
-            plan.extend(self.pair(module, a, b, alpha, scale)?);
+            match experts::tensor_of(module, &has, &self.parameters) {
+                Some(tensor) => plan.extend(self.of_experts(tensor, (a, b), alpha, scale)?),
+                None => plan.extend(self.pair(module, a, b, alpha, scale)?),
+            }
         }
         if plan.is_empty() {
             return Err(file_error(&self.folder, "the adapter has no tensors"));
@@ -161,16 +182,8 @@ impl Adapter {
         let meant = scale(module, rank).map_err(|reason| file_error(&self.folder, reason))?;
         let factor = (meant * rank as f64 / alpha) as f32;
         let value_columns = target.transform.value_columns;
-        let planned = |suffix: &str, shape: &[u64], location: &crate::safetensors::Location, rows| Planned {
-            info: TensorInfo {
-                name: format!("{}.lora_{suffix}", target.name),
-                shape: shape.to_vec(),
-                kind: TensorType::F32,
-            },
-            values: Values::Stored { location: location.clone(), rows },
-        };
         // The columns of A are ordered as those of W, the rows of B as its rows.
-        let mut a = planned("a", &first.shape, first, Rows { value_columns, ..Rows::default() });
+        let mut a = planned(&target.name, "a", first, Rows { value_columns, ..Rows::default() });
         if is_embedding {
             a.info.shape = vec![inputs, rank];
             let values = self.tensors.values(first, 0..rank * inputs)?;
@@ -184,12 +197,24 @@ impl Adapter {
         Ok([
             a,
             planned(
+                &target.name,
                 "b",
-                &second.shape,
                 second,
                 Rows { scale: factor, value_columns: None, ..target.transform },
             ),
         ])
+    }
+}
+
+/// Plans A or B of a tensor as it is stored.
+fn planned(target: &str, suffix: &str, location: &Location, rows: Rows) -> Planned {
+    Planned {
+        info: TensorInfo {
+            name: format!("{target}.lora_{suffix}"),
+            shape: location.shape.clone(),
+            kind: TensorType::F32,
+        },
+        values: Values::Stored { location: location.clone(), rows },
     }
 }
 
@@ -229,7 +254,7 @@ fn check(config: &Fields) -> Result<()> {
         return refuse("bias");
     }
     let is_set = |value: &Json| value.as_array().is_none_or(|all| !all.is_empty());
-    for key in ["modules_to_save", "layer_replication", "trainable_token_indices", "target_parameters"] {
+    for key in ["modules_to_save", "layer_replication", "trainable_token_indices"] {
         if config.get(key).is_some_and(is_set) {
             return refuse(key);
         }

@@ -104,6 +104,32 @@ pub(crate) enum Values {
     },
     /// Of each expert in turn.
     Experts(Vec<Location>),
+    /// Columns of an adapter of all experts, by expert.
+    ExpertColumns(ExpertColumns),
+}
+
+/// B of an adapter of all experts of a layer, `[out, rank·experts]`, whose column j·experts + e is column j of expert e; some of its rows, as
+/// `[experts, rows, rank]`.
+#[derive(Debug)]
+pub(crate) struct ExpertColumns {
+    pub(crate) location: Location,
+    pub(crate) experts: u64,
+    pub(crate) rank: u64,
+    /// How many rows, the first one, and how far they are apart.
+    pub(crate) rows: u64,
+    pub(crate) first_row: u64,
+    pub(crate) step: u64,
+    /// Factor of each value.
+    pub(crate) scale: f32,
+}
+
+impl ExpertColumns {
+    /// Where the value at an index of the result is stored.
+    fn source(&self, at: u64) -> u64 {
+        let (row, column) = (at / self.rank, at % self.rank);
+        let (expert, row) = (row / self.rows, row % self.rows);
+        (self.first_row + self.step * row) * self.rank * self.experts + column * self.experts + expert
+    }
 }
 
 #[derive(Debug)]
@@ -224,6 +250,7 @@ impl<'a> Conversion<'a> {
             Values::Computed(all) => return Ok(all[part.start as usize..part.end as usize].to_vec()),
             Values::Stored { location, rows } => (location, rows),
             Values::Experts(locations) => return self.of_experts(locations, part),
+            Values::ExpertColumns(columns) => return self.columns_by_expert(columns, part),
         };
         let columns = row_length(info);
         let mut chunk = match &rows.value_heads {
@@ -252,6 +279,29 @@ impl<'a> Conversion<'a> {
             at += end - first;
         }
         Ok(values)
+    }
+
+    /// The values of a range of a tensor of an adapter's columns by expert.
+    fn columns_by_expert(&self, columns: &ExpertColumns, part: Range<u64>) -> Result<Vec<f32>> {
+        let all = self.tensors.values(&columns.location, 0..columns.location.shape.iter().product())?;
+        Ok(part.map(|at| columns.scale * all[columns.source(at) as usize]).collect())
+    }
+
+    /// [`Conversion::columns_by_expert`] by where each stored value goes.
+    fn meant_by_expert(&self, columns: &ExpertColumns, part: Range<u64>) -> Result<Vec<f32>> {
+        let &ExpertColumns { experts, rank, rows, first_row, step, scale, .. } = columns;
+        let mut meant = vec![0f32; (part.end - part.start) as usize];
+        for row in 0..rows {
+            let stored = (first_row + step * row) * rank * experts;
+            let values = self.tensors.values(&columns.location, stored..stored + rank * experts)?;
+            for (column, value) in (0..).zip(values) {
+                let at = ((column % experts) * rows + row) * rank + column / experts;
+                if part.contains(&at) {
+                    meant[(at - part.start) as usize] = scale * value;
+                }
+            }
+        }
+        Ok(meant)
     }
 
     /// [`Conversion::of_experts`] by each element's place in the file.
@@ -314,6 +364,7 @@ impl<'a> Conversion<'a> {
             Values::Computed(all) => return Ok(all[part.start as usize..part.end as usize].to_vec()),
             Values::Stored { location, rows } => (location, rows),
             Values::Experts(locations) => return self.meant_of_experts(locations, part),
+            Values::ExpertColumns(columns) => return self.meant_by_expert(columns, part),
         };
         let columns = row_length(info);
         if rows.value_heads.is_some() || rows.value_columns.is_some() {
