@@ -78,7 +78,7 @@ impl Flops {
         Self { dense: flops, causal: flops }
     }
 
-    fn of_core(count: impl Fn(Convention) -> Result<u128, Error>) -> Result<Self, Error> {
+    pub(crate) fn of_core(count: impl Fn(Convention) -> Result<u128, Error>) -> Result<Self, Error> {
         Ok(Self { dense: count(Convention::Dense)?, causal: count(Convention::Causal)? })
     }
 
@@ -91,11 +91,6 @@ impl Flops {
             })
         };
         Ok(Self { dense: times(self.dense)?, causal: times(self.causal)? })
-    }
-
-    /// Divides into `parts` equal parts and returns one.
-    pub(crate) fn over(self, parts: u64) -> Self {
-        Self { dense: self.dense / u128::from(parts), causal: self.causal / u128::from(parts) }
     }
 
     pub(crate) fn sum(terms: impl IntoIterator<Item = Self>) -> Result<Self, Error> {

@@ -106,8 +106,7 @@ pub fn pass_bytes(model: &Decoder, recipe: &Recipe, work: Workload, cache: u64) 
 /// Returns the bytes of a layer's weights that `tokens` tokens read, of `bytes` in all: an expert without tokens is not read.
 pub(crate) fn read_bytes(model: &Decoder, tokens: u64, bytes: u64) -> Result<u64, Error> {
     let Some(ExpertSizes { count, feed_forward, .. }) = model.experts else { return Ok(bytes) };
-    let tensors = model.block_tensors()?;
-    let all = sum(WHAT, tensors.iter().map(|tensor| tensor.elements()).collect::<Result<Vec<_>, _>>()?)?;
+    let all = model.all_block_parameters()? / model.layers;
     let of_experts = product(WHAT, &[3, count, model.hidden, feed_forward])?;
     let idle = 1.0 - reached(model, tokens) / count as f64;
     Ok((bytes as f64 * (1.0 - of_experts as f64 / all.max(1) as f64 * idle)) as u64)

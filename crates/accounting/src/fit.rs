@@ -11,7 +11,7 @@
 use crate::candidates::{Allowed, Batch, Candidate, Job, Layers, OffloadedLayers};
 use crate::decoder_flops::Workload;
 use crate::exact::product;
-use crate::model::{Decoder, Family, Sizes, WindowedLayers};
+use crate::model::{Decoder, ExpertSizes, Family, LinearSizes, Sizes, WindowedLayers};
 use crate::offload::AvailableMemory;
 use crate::quantity::bytes_text;
 use crate::{Error, exact};
@@ -175,9 +175,18 @@ pub fn scaled(template: &Decoder, n: u64) -> Result<Decoder, Error> {
         product(WHAT, &[heads, template.head_dim])?
     };
     let layers = nearest(template.layers)?;
-    // The same part of the layers has a window.
-    let windowed = |windows: WindowedLayers| -> Result<WindowedLayers, Error> {
-        Ok(WindowedLayers { layers: product(WHAT, &[windows.layers, layers])? / template.layers, ..windows })
+    // The same part of the layers has a window, experts or linear attention.
+    let part = |of: u64| Ok::<_, Error>(product(WHAT, &[of, layers])? / template.layers);
+    let windowed =
+        |windows: WindowedLayers| Ok::<_, Error>(WindowedLayers { layers: part(windows.layers)?, ..windows });
+    let experts = |experts: ExpertSizes| {
+        let (layers, feed_forward) = (part(experts.layers)?, up(experts.feed_forward)?);
+        let shared = up(experts.shared)?;
+        Ok::<_, Error>((layers > 0).then_some(ExpertSizes { layers, feed_forward, shared, ..experts }))
+    };
+    let linear = |linear: LinearSizes| {
+        let layers = part(linear.layers)?;
+        Ok::<_, Error>((layers > 0).then_some(LinearSizes { layers, ..linear }))
     };
     Decoder::new(Sizes {
         hidden,
@@ -187,6 +196,8 @@ pub fn scaled(template: &Decoder, n: u64) -> Result<Decoder, Error> {
         kv_heads,
         feed_forward: up(template.feed_forward)?,
         windows: template.windows.map(windowed).transpose()?,
+        experts: template.experts.map(experts).transpose()?.flatten(),
+        linear: template.linear.map(linear).transpose()?.flatten(),
         ..**template
     })
 }

@@ -38,6 +38,10 @@
 //! **Temporaries** are those of a block's forward and backward, operation by operation (`passes`). The peak of a backward is
 //! usually where gate and up meet their two gradients: `4·f` per token.
 //!
+//! **Experts of a mixture** are adapted by the tensors that hold all of a layer ([`ExpertTargets`]), as `models::mixture` computes it: for E
+//! experts of inner width f, A `[E·r, d]` and B `[2f, r·E]` of gate and up, A `[E·r, f]` and B `[d, r·E]` of down. Each of the n·k rows that
+//! tokens are given to keeps r numbers of each in fp32.
+//!
 //! **FLOPs** are in [`flops`].
 //!
 //! Not modelled, and refused: families whose query, key and value are one projection, and attention that keeps its probabilities.
@@ -45,11 +49,11 @@
 pub mod flops;
 mod targets;
 
-pub use targets::{Projection, Targets};
+pub use targets::{ExpertTargets, Projection, Targets};
 
 use crate::decoder_flops::{Recomputation, Workload};
 use crate::exact::{self, positive};
-use crate::model::Decoder;
+use crate::model::{AttentionKind, Decoder};
 use crate::recompute::{AttentionKernel, SwigluLevel};
 use crate::{Dtype, Error};
 
@@ -73,6 +77,8 @@ pub struct LowRank {
     pub rank: u64,
     /// The adapted projections of every block.
     pub targets: Targets,
+    /// The adapted tensors of all experts of every block.
+    pub experts: ExpertTargets,
     /// Whether the adapters' input has dropout. It takes memory during a pass, and none between passes.
     pub dropout: bool,
     /// Whether each row of a weight has a trained magnitude (DoRA).
@@ -113,6 +119,7 @@ impl Default for LowRank {
         Self {
             rank: 8,
             targets: Targets::ATTENTION,
+            experts: ExpertTargets::NONE,
             dropout: false,
             magnitudes: false,
             subtracted: false,
@@ -128,13 +135,13 @@ impl LowRank {
     /// # Errors
     /// A rank of 0, no target, or a model whose family has no such projections.
     pub fn parameters(&self, model: &Decoder) -> Result<u64, Error> {
-        exact::product("parameters of the adapters", &[model.layers, self.block_parameters(model)?])
-    }
-
-    /// Returns the number of trained parameters of one block.
-    pub(crate) fn block_parameters(&self, model: &Decoder) -> Result<u64, Error> {
-        let sizes = self.tensors(model)?;
-        exact::sum("parameters of a block's adapters", sizes)
+        const WHAT: &str = "parameters of the adapters";
+        let mut all = 0;
+        for (kind, layers) in model.attention_kinds() {
+            let of_block = exact::sum(WHAT, self.tensors(model, kind)?)?;
+            all = exact::sum(WHAT, [all, exact::product(WHAT, &[layers, of_block])?])?;
+        }
+        Ok(all)
     }
 
     /// Low-rank terms of a projection: a trained one, and the frozen one that is subtracted.
@@ -142,16 +149,26 @@ impl LowRank {
         1 + u64::from(self.subtracted)
     }
 
-    /// Elements of each trained tensor of one block: A and B of each adapted projection, and its magnitudes.
-    pub(crate) fn tensors(&self, model: &Decoder) -> Result<Vec<u64>, Error> {
+    /// Elements of each trained tensor of one block with this kind of attention: A and B of each adapted projection, and its magnitudes; A and B of all experts.
+    pub(crate) fn tensors(&self, model: &Decoder, kind: AttentionKind) -> Result<Vec<u64>, Error> {
         self.check(model)?;
+        model.check_experts()?;
         let mut sizes = Vec::new();
-        for (_, linear) in Projection::linears(model)?.iter().filter(|(which, _)| self.targets.has(*which)) {
+        for (_, linear) in
+            Projection::linears(model, kind)?.iter().filter(|(which, _)| self.targets.has(*which))
+        {
             for width in [linear.inputs, linear.outputs] {
                 sizes.push(exact::product("elements of an adapter", &[self.rank, width])?);
             }
             if self.magnitudes {
                 sizes.push(linear.outputs);
+            }
+        }
+        if let Some(experts) = &model.experts {
+            for [inputs, outputs] in self.experts.widths(model.hidden, experts)? {
+                for width in [inputs, outputs] {
+                    sizes.push(exact::product("elements of an adapter", &[experts.count, self.rank, width])?);
+                }
             }
         }
         Ok(sizes)
@@ -160,28 +177,19 @@ impl LowRank {
     /// Returns the bytes of frozen tensors beside the base, in all blocks: the squared norm of each row of W, and A and B of subtracted
     /// terms. Offloading leaves them on the device.
     pub(crate) fn frozen_bytes(&self, model: &Decoder) -> Result<u64, Error> {
+        const WHAT: &str = "frozen numbers of the adapters";
         let mut numbers = 0;
-        for (_, linear) in Projection::linears(model)?.iter().filter(|(which, _)| self.targets.has(*which)) {
-            let widths = exact::sum("widths of a projection", [linear.inputs, linear.outputs])?;
-            let term =
-                if self.subtracted { exact::product("elements of a term", &[self.rank, widths])? } else { 0 };
-            let squares = if self.magnitudes { linear.outputs } else { 0 };
-            numbers = exact::sum("frozen numbers of a block's adapters", [numbers, term, squares])?;
+        for (kind, layers) in model.attention_kinds() {
+            let linears = Projection::linears(model, kind)?;
+            for (_, linear) in linears.iter().filter(|(which, _)| self.targets.has(*which)) {
+                let widths = exact::sum(WHAT, [linear.inputs, linear.outputs])?;
+                let term = if self.subtracted { exact::product(WHAT, &[self.rank, widths])? } else { 0 };
+                let squares = if self.magnitudes { linear.outputs } else { 0 };
+                let of_layer = exact::sum(WHAT, [term, squares])?;
+                numbers = exact::sum(WHAT, [numbers, exact::product(WHAT, &[layers, of_layer])?])?;
+            }
         }
-        Self::WIDE.bytes(exact::product("frozen numbers of the adapters", &[numbers, model.layers])?)
-    }
-
-    /// Whether the projection's input in the first block has a gradient; before that block rows of tokens alone may be trained. In the
-    /// other blocks it always has one.
-    pub(crate) fn reaches(&self, which: Projection) -> bool {
-        use Projection::{Down, Gate, Key, Output, Query, Up, Value};
-        let before: &[Projection] = match which {
-            Query | Key | Value => &[],
-            Output => &[Query, Key, Value],
-            Gate | Up => &[Query, Key, Value, Output],
-            Down => &[Query, Key, Value, Output, Gate, Up],
-        };
-        self.token_rows.in_embedding > 0 || before.iter().any(|one| self.targets.has(*one))
+        Self::WIDE.bytes(numbers)
     }
 
     /// Refuses a rank of 0, no target, and a family without these projections.
@@ -193,21 +201,29 @@ impl LowRank {
                 "give a model of the family qwen2 or llama",
             ));
         }
-        if model.linear.is_some() {
-            return Err(refusal(
-                format!("adapters of {}, which has layers with linear attention", model.family.model_type()),
-                "measure a step instead",
-            ));
-        }
         let of_mlp = [Projection::Gate, Projection::Up, Projection::Down];
-        if model.experts.is_some() && of_mlp.iter().any(|projection| self.targets.has(*projection)) {
+        if model.experts.is_some_and(|experts| experts.shared == 0)
+            && of_mlp.iter().any(|projection| self.targets.has(*projection))
+        {
             return Err(refusal(
-                format!("adapters on the experts of {}", model.family.model_type()),
-                "name projections of the attention: q, k, v, o",
+                format!("adapters on single matrices of the experts of {}", model.family.model_type()),
+                "name projections of the attention: q, k, v, o, or the tensors of all experts: gate_up_proj, down_proj",
             ));
         }
-        if self.targets == Targets::NONE {
+        if self.targets == Targets::NONE && !self.experts.any() {
             return Err(refusal("adapters on no projection".into(), "name at least one target"));
+        }
+        if self.experts.any() && model.experts.is_none() {
+            return Err(refusal(
+                format!("adapters on the experts of {}, which has none", model.family.model_type()),
+                "name projections instead",
+            ));
+        }
+        if self.experts.any() && (self.dropout || self.magnitudes || self.subtracted) {
+            return Err(refusal(
+                "adapters on experts with dropout, magnitudes or a subtracted term".into(),
+                "leave these out, or adapt projections alone",
+            ));
         }
         Ok(())
     }
@@ -221,7 +237,6 @@ impl LowRank {
         recomputation: &Recomputation,
     ) -> Result<(), Error> {
         self.check(model)?;
-        model.check_passes(work.sequence)?;
         if recomputation.attention == AttentionKernel::Eager {
             return Err(not_modelled(
                 "beside an attention that keeps its probabilities",

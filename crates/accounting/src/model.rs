@@ -26,6 +26,8 @@
 //! # Ok::<(), accounting::Error>(())
 //! ```
 
+mod attention_kind;
+
 use std::ops::Deref;
 use std::path::Path;
 
@@ -34,6 +36,7 @@ use decoder::{DecoderConfig, NormPlacement, Projection, QueryKeyNorm, SHARED_EXP
 use crate::exact::positive;
 use crate::{Error, exact};
 
+pub(crate) use attention_kind::AttentionKind;
 pub use decoder::{ExpertSizes, Family, LinearSizes, Sizes, WindowedLayers};
 
 /// The projections of the expert that computes every token, in the order of an MLP's.
@@ -211,30 +214,42 @@ impl Decoder {
         Self::new(sizes?).map_err(|cause| Error::ConfigShape { path: path.into(), cause: Box::new(cause) })
     }
 
-    /// Refuses a model if the memory of its passes over rows of `sequence` tokens is not modelled operation by operation.
+    /// Refuses a model if the memory of its passes over rows of `sequence` tokens is not modelled operation by operation. `has_kernel` says
+    /// whether one kernel computes attention with windows and sinks, as on a CPU; then they take no memory of their own.
     ///
     /// # Errors
     /// [`Error::Shape`] with the family or the window.
-    pub fn check_passes(&self, sequence: u64) -> Result<(), Error> {
-        self.check_modelled(has_modelled_passes(self.family), sequence)
+    pub fn check_passes(&self, sequence: u64, has_kernel: bool) -> Result<(), Error> {
+        let is_modelled = has_modelled_passes(self.family);
+        if is_modelled && !has_kernel && self.family.facts().has_sinks {
+            return Err(not_modelled(format!(
+                "the activations of {}, whose attention has sinks, are not modelled on a GPU",
+                self.family.model_type()
+            )));
+        }
+        self.check_modelled(is_modelled, if has_kernel { 0 } else { sequence })
     }
 
     pub(crate) fn check_modelled(&self, is_modelled: bool, sequence: u64) -> Result<(), Error> {
-        let refuse = |what: String| {
-            Err(Error::Shape {
-                what,
-                remedy: "its parameters, FLOPs and KV cache are; measure a step instead".into(),
-            })
-        };
         if !is_modelled {
-            return refuse(format!("the activations of {} are not modelled", self.family.model_type()));
+            let what = format!("the activations of {} are not modelled", self.family.model_type());
+            return Err(not_modelled(what));
         }
         match self.sizes.windows {
-            Some(windows) if windows.tokens < sequence => refuse(format!(
+            Some(windows) if windows.tokens < sequence => Err(not_modelled(format!(
                 "the activations of {sequence} tokens in windows of {} are not modelled",
                 windows.tokens
-            )),
+            ))),
             _ => Ok(()),
+        }
+    }
+
+    /// The columns of a head that rotate: the family's default.
+    pub(crate) fn rotary_width(&self) -> u64 {
+        match self.family.facts().partial_rotation {
+            // Rounded as the configuration's.
+            Some(share) => (self.head_dim as f64 * share) as u64,
+            None => self.head_dim,
         }
     }
 
@@ -273,9 +288,14 @@ impl Decoder {
         if let Some(linear) = self.linear {
             return Err(Error::Shape {
                 what: format!("{} of {} layers have linear attention", linear.layers, self.layers),
-                remedy: "its parameters, FLOPs and cache are predicted; measure a step instead".into(),
+                remedy: "this is answered for a model whose layers are alike".into(),
             });
         }
+        self.check_experts()
+    }
+
+    /// Returns an error with the mixture of experts that only some layers have.
+    pub(crate) fn check_experts(&self) -> Result<(), Error> {
         match self.experts.filter(|experts| experts.layers < self.layers) {
             None => Ok(()),
             Some(experts) => Err(Error::Shape {
@@ -315,6 +335,16 @@ impl Decoder {
         let each =
             |(layers, linears): (u64, Vec<Linear>)| linears.into_iter().map(move |linear| (layers, linear));
         Ok(groups.into_iter().filter(|(layers, _)| *layers > 0).flat_map(each).collect())
+    }
+
+    /// The products of a layer's MLP, or of the mixture that all layers have in its place.
+    pub(crate) fn feed_forward_linears(&self) -> Result<Vec<Linear>, Error> {
+        let linears = self.dense_linears()?;
+        let mlp = linears.into_iter().filter(|linear| linear.part == Part::FeedForward).collect();
+        match self.experts {
+            Some(experts) => self.expert_linears(mlp, experts),
+            None => Ok(mlp),
+        }
     }
 
     /// The products of a mixture of experts, from those of an MLP: for the experts of a token, the router, and the expert of every token.
@@ -373,13 +403,15 @@ impl Decoder {
     }
 }
 
-/// Returns whether the memory of a family's blocks is modelled operation by operation, as `models` runs them, for rows that no window
-/// is shorter than.
+fn not_modelled(what: String) -> Error {
+    Error::Shape { what, remedy: "its parameters, FLOPs and KV cache are; measure a step instead".into() }
+}
+
+/// Returns whether the memory of a family's blocks is modelled operation by operation, as `models` runs them; windows and sinks where one
+/// kernel computes them ([`Decoder::check_passes`]).
 pub const fn has_modelled_passes(family: Family) -> bool {
     family.is_swiglu()
         && family.has_separate_projections()
-        && (!family.facts().has_experts || matches!(family, Family::Qwen3Moe))
-        && !family.facts().has_linear_layers
         && matches!(family.facts().norms, NormPlacement::Pre)
 }
 

@@ -12,7 +12,7 @@ use decoder::{
     EXPERT_PROJECTIONS, LINEAR_ATTENTION, SHARED_EXPERT, SHARED_EXPERT_GATE, SINKS, expert_projection,
 };
 
-use crate::model::{Decoder, ExpertSizes, Family, Linear, Part};
+use crate::model::{AttentionKind, Decoder, ExpertSizes, Family, Linear, Part};
 use crate::{Error, exact};
 
 /// Blocks beyond this number are counted, but not listed.
@@ -49,12 +49,15 @@ impl Decoder {
             });
         }
         let mut tensors = self.tensors_before_blocks();
-        let block = self.block_tensors()?;
+        let mut blocks = Vec::new();
+        for (kind, _) in self.attention_kinds() {
+            blocks.push((kind, self.block_tensors_of(kind)?));
+        }
         for layer in 0..self.layers {
-            let prefix = self.block_prefix(layer);
-            tensors.extend(
-                block.iter().map(|t| ParameterTensor { name: format!("{prefix}{}", t.name), ..t.clone() }),
-            );
+            let (prefix, kind) = (self.block_prefix(layer), self.attention_of(layer));
+            let block = blocks.iter().filter(|(other, _)| *other == kind).flat_map(|(_, block)| block);
+            tensors
+                .extend(block.map(|t| ParameterTensor { name: format!("{prefix}{}", t.name), ..t.clone() }));
         }
         tensors.extend(self.tensors_after_blocks());
         Ok(tensors)
@@ -88,7 +91,7 @@ impl Decoder {
         Ok(total - exact::product("parameters of idle experts", &[experts.layers, idle, each])?)
     }
 
-    fn all_block_parameters(&self) -> Result<u64, Error> {
+    pub(crate) fn all_block_parameters(&self) -> Result<u64, Error> {
         const WHAT: &str = "parameters of all blocks";
         let products: Result<Vec<u64>, Error> = self
             .block_groups()?
@@ -165,8 +168,11 @@ impl Decoder {
     /// The tensors of one block, without the block's prefix, with the number of blocks.
     pub(crate) fn tensor_groups(&self) -> Result<Vec<(u64, ParameterTensor)>, Error> {
         let outer = [self.tensors_before_blocks(), self.tensors_after_blocks()].concat();
-        let blocks = self.block_tensors()?.into_iter().map(|tensor| (self.layers, tensor));
-        Ok(outer.into_iter().map(|tensor| (1, tensor)).chain(blocks).collect())
+        let mut all: Vec<_> = outer.into_iter().map(|tensor| (1, tensor)).collect();
+        for (kind, layers) in self.attention_kinds() {
+            all.extend(self.block_tensors_of(kind)?.into_iter().map(|tensor| (layers, tensor)));
+        }
+        Ok(all)
     }
 
     pub(crate) fn tensors_before_blocks(&self) -> Vec<ParameterTensor> {
@@ -207,11 +213,21 @@ impl Decoder {
         tensors
     }
 
-    /// The tensors of each block, without the block's prefix; an error if only some layers have experts.
+    /// The tensors of each block, without the block's prefix; an error if blocks differ.
     pub(crate) fn block_tensors(&self) -> Result<Vec<ParameterTensor>, Error> {
         self.check_uniform()?;
+        self.block_tensors_of(AttentionKind::Full)
+    }
+
+    /// The tensors of a block with this kind of attention, without the block's prefix; an error if only some layers have experts.
+    pub(crate) fn block_tensors_of(&self, kind: AttentionKind) -> Result<Vec<ParameterTensor>, Error> {
+        self.check_experts()?;
         // The order of the models' modules: `sharding` cuts its buckets along it.
-        let (attention, mlp) = (self.attention_tensors()?, self.mlp_tensors(self.experts)?);
+        let attention = match kind {
+            AttentionKind::Linear => self.linear_tensors_of_block()?,
+            AttentionKind::Full | AttentionKind::Windowed { .. } => self.attention_tensors()?,
+        };
+        let mlp = self.mlp_tensors(self.experts)?;
         let norms = self.block_norms();
         let [before, after] = if self.family == Family::Gpt2 { [norms, vec![]] } else { [vec![], norms] };
         Ok([before, attention, mlp, after].concat())

@@ -137,7 +137,7 @@ impl Generate {
         let longest =
             prompts.iter().map(Vec::len).max().unwrap_or(1).min(shape.max_position_embeddings as usize);
         let work = Workload { batch: prompts.len() as u64, sequence: longest.max(1) as u64 };
-        let choices = planning::choices(kind, &rates, work.sequence);
+        let choices = planning::choices((kind, device), &rates, work.sequence);
         let costs =
             sizes::generation(&Decoder::from_config(shape)?, work, self.max_new_tokens as u64, &choices)?;
         let adapter = adapter.map_or(Ok(0), adapter_bytes)?;

@@ -5,6 +5,7 @@ mod flops;
 mod kv_cache;
 mod memory;
 mod model_args;
+mod new_tokens;
 mod parameters;
 mod step;
 mod step_args;

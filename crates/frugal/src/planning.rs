@@ -10,6 +10,7 @@ pub(crate) mod captured;
 mod data_shape;
 mod job;
 mod known_rates;
+mod low_rank;
 mod master_weights;
 mod peak_usage;
 mod rates;
@@ -18,8 +19,9 @@ mod weight_format;
 pub use budget::{Budget, FREE_SHARE, LEAST_RESERVE, RESERVE, default_budget, enforce};
 pub use captured::{capture_refusal, captured_memory, captured_text};
 pub use data_shape::DataShape;
-pub use job::{NotPredicted, allowed, job, loss_chunk, low_rank, with_choice};
+pub use job::{NotPredicted, allowed, job, loss_chunk, with_choice};
 pub use known_rates::KnownRates;
+pub use low_rank::low_rank;
 pub use master_weights::{SLOWER, Searched, choose_master_weights, states_fit, trains_half};
 pub use peak_usage::{MemorySamples, PeakMeter, PeakUsage, note_preparation};
 pub use rates::{MachineRates, file_read_rate, layer_load_rate, loopback_rate};
@@ -36,7 +38,7 @@ use tch::{Device, Kind};
 
 /// Returns the choices of `accounting` that describe a step of this project's models: weights in `kind`, the fused loss over `loss_chunk`
 /// tokens at a time, logits of the last token in inference.
-pub fn choices(kind: Kind, rates: &MachineRates, loss_chunk: u64) -> Choices {
+pub fn choices((kind, device): (Kind, Device), rates: &MachineRates, loss_chunk: u64) -> Choices {
     Choices {
         flops: rates.flops,
         bandwidth: rates.bandwidth,
@@ -45,6 +47,7 @@ pub fn choices(kind: Kind, rates: &MachineRates, loss_chunk: u64) -> Choices {
         norm: NormKernel::Output,
         logits: Logits::LastToken,
         product_workspaces: rates.product_workspaces,
+        attention_kernel: kernels::attention::takes(device, rates::product_kind(kind)),
         ..Choices::default()
     }
 }

@@ -50,12 +50,14 @@ impl Job {
         options: &[LayerPlan],
     ) -> Result<Vec<LayerChoice<LayerPlan>>, Error> {
         let costs = self.costs(batch)?;
-        // Only the first layer differs.
-        let at = 1.min(costs.layers.len().saturating_sub(1));
+        // The first layer differs, and those of a model with several kinds of layers: the one that keeps most stands for all.
+        let first = 1.min(costs.layers.len().saturating_sub(1));
         options
             .iter()
             .map(|&option| {
                 let planned = self.with_plan(costs.clone(), batch, &vec![option; costs.layers.len()])?;
+                let kept_bytes = |at: &usize| planned.layers[*at].kept.map(|kept| kept.bytes);
+                let at = (first..planned.layers.len()).rev().max_by_key(kept_bytes).unwrap_or(first);
                 let layer = planned.layers[at];
                 let kept = layer.kept.unwrap_or_default();
                 let cost = LayerCost {

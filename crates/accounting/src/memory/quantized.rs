@@ -18,7 +18,7 @@ use decoder::ROUTER;
 
 use crate::exact::{product, sum};
 use crate::memory::recipe::Recipe;
-use crate::model::Decoder;
+use crate::model::{AttentionKind, Decoder};
 use crate::parameters::ParameterTensor;
 use crate::{Error, exact, experts};
 
@@ -100,9 +100,10 @@ impl StoredBytes {
 pub(crate) fn block_bytes(
     model: &Decoder,
     recipe: &Recipe,
+    kind: AttentionKind,
     without_experts: bool,
 ) -> Result<Vec<u64>, Error> {
-    let tensors = model.block_tensors()?;
+    let tensors = model.block_tensors_of(kind)?;
     let counted =
         tensors.iter().filter(|tensor| !(without_experts && tensor.name.starts_with(experts::PREFIX)));
     let mut all: Vec<u64> = counted.map(|tensor| tensor_bytes(tensor, recipe)).collect::<Result<_, _>>()?;
@@ -132,7 +133,7 @@ pub(crate) fn expert_bytes(model: &Decoder, recipe: &Recipe) -> Result<Vec<u64>,
         });
     }
     let first = format!("{}0.", experts::PREFIX);
-    let tensors = model.block_tensors()?;
+    let tensors = model.block_tensors_of(model.attention_of(0))?;
     tensors.iter().filter(|one| one.name.starts_with(&first)).map(|one| tensor_bytes(one, recipe)).collect()
 }
 
@@ -149,8 +150,7 @@ pub(crate) fn smaller_layers(model: &Decoder, recipe: &Recipe) -> u64 {
 /// Returns the bytes of the parameters outside of the layers.
 pub(crate) fn outer_bytes(model: &Decoder, recipe: &Recipe) -> Result<u64, Error> {
     const WHAT: &str = "bytes outside of the layers";
-    let blocks = product("parameters of all blocks", &[model.layers, model.block_parameters()?])?;
-    let outer = model.parameters()? - blocks;
+    let outer = model.parameters()? - model.all_block_parameters()?;
     let Matrices::Blocks(stored) = recipe.matrices else { return recipe.parameters.bytes(outer) };
     let matrix = product(WHAT, &[model.vocabulary, model.hidden])?;
     let matrices = product(WHAT, &[matrix, if model.tied { 1 } else { 2 }])?;
@@ -170,9 +170,13 @@ pub(crate) fn output_bytes(model: &Decoder, recipe: &Recipe) -> Result<u64, Erro
 /// # Errors
 /// More bytes than 64 bits count.
 pub fn model_bytes(model: &Decoder, recipe: &Recipe) -> Result<u64, Error> {
-    let of_block = sum("bytes of a block", block_bytes(model, recipe, false)?)?;
-    let blocks = product("bytes of all blocks", &[model.layers, of_block])? - smaller_layers(model, recipe);
-    sum("bytes of the parameters", [outer_bytes(model, recipe)?, blocks])
+    const WHAT: &str = "bytes of the parameters";
+    let mut blocks = 0;
+    for (kind, layers) in model.attention_kinds() {
+        let of_block = sum(WHAT, block_bytes(model, recipe, kind, false)?)?;
+        blocks = sum(WHAT, [blocks, product(WHAT, &[layers, of_block])?])?;
+    }
+    sum(WHAT, [outer_bytes(model, recipe)?, blocks - smaller_layers(model, recipe)])
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ use crate::lora::{self, LowRank};
 use crate::memory::quantized;
 use crate::memory::recipe::Recipe;
 use crate::memory::{Item, kv_cache, total};
-use crate::model::{Decoder, Part};
+use crate::model::{AttentionKind, Decoder, Part};
 use crate::passes::block::{Block, BlockOptions, KeptPasses, Passes, Trained, kept_passes, passes};
 use crate::passes::head::{self, FIXED, HeadOptions, outside};
 use crate::recompute::{NormKernel, Recompute, SwigluLevel};
@@ -37,22 +37,26 @@ pub use weight_copies::update_bytes;
 /// A family without SwiGLU, an empty workload, counts beyond 64 bits; a rate that is not positive is found by
 /// [`simulate`](super::simulate).
 pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<StepCosts, Error> {
-    swiglu(model, work)?;
+    swiglu(model, work, choices)?;
     let flops = decoder_flops::step(model, work, &Recomputation::default())?;
-    let slot_bytes = flat_bytes(&quantized::block_bytes(model, &choices.recipe, choices.experts.is_some())?)?;
     let weight_bytes = quantized::outer_bytes(model, &choices.recipe)?;
-    let all_bytes = flat_bytes(&quantized::block_bytes(model, &choices.recipe, false)?)?;
     let reading = reading_seconds(model, work, choices)?;
-    let layer = Layer {
-        slot_bytes,
-        forward_seconds: choices
-            .seconds(
-                layer_flops(&flops, model, flops.forward.causal, 1),
-                1.0,
-                read_bytes(model, work.tokens()?, all_bytes)?,
-            )
-            .max(reading),
-        ..Layer::default()
+    let block = |kind: AttentionKind, without: bool| {
+        flat_bytes(&quantized::block_bytes(model, &choices.recipe, kind, without)?)
+    };
+    let layer = |kind: AttentionKind| -> Result<Layer, Error> {
+        let all_bytes = block(kind, false)?;
+        Ok(Layer {
+            slot_bytes: block(kind, choices.experts.is_some())?,
+            forward_seconds: choices
+                .seconds(
+                    layer_flops(&flops, model, flops.forward.causal, 1),
+                    1.0,
+                    read_bytes(model, work.tokens()?, all_bytes)?,
+                )
+                .max(reading),
+            ..Layer::default()
+        })
     };
     let head = head_options(work, None, choices, false);
     let working = WorkingMemory {
@@ -63,7 +67,7 @@ pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<S
         ..WorkingMemory::default()
     };
     Ok(StepCosts {
-        layers: repeat(layer, model, &choices.recipe)?,
+        layers: in_order(&layer, model, &choices.recipe)?,
         fixed: Fixed {
             weight_bytes,
             seconds: choices.seconds(outer_flops(&flops) as f64, 1.0, output_bytes(model, choices)?),
@@ -126,7 +130,7 @@ pub fn generation(
 /// # Errors
 /// As [`inference`].
 pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<StepCosts, Error> {
-    swiglu(model, work)?;
+    swiglu(model, work, choices)?;
     let recipe = choices.recipe;
     recipe.check_trained()?;
     if choices.experts.is_some() {
@@ -137,9 +141,6 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
     }
     let swiglu = choices.mlp_tile.map_or(SwigluLevel::default(), |_| SwigluLevel::InputOnly);
     let flops = decoder_flops::step(model, work, &Recomputation { swiglu, ..recomputation() })?;
-    let tensors = block(model)?;
-    let numbers = sum("parameters of a layer", tensors.iter().copied())?;
-    let weights = region(&tensors, recipe.parameters)?;
     let states = |tensors: Vec<u64>| {
         let numbers = sum("parameters", tensors.iter().copied())?;
         let master = recipe.master.map_or(Ok(0), |dtype| dtype.bytes(numbers))?;
@@ -149,21 +150,25 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
     };
     let outer = outer_parameters(model)?;
     let backward = flops.backward.causal + flops.recomputed.causal;
-    let read = read_bytes(model, work.tokens()?, weights)?;
-    let layer = Layer {
-        slot_bytes: weights,
-        trainable_bytes: weights,
-        gradient_bytes: region(&tensors, recipe.gradients)?,
-        state_bytes: states(tensors)?,
-        reducing_bytes: 0,
-        trainable: numbers,
-        forward_seconds: choices.training_seconds(
-            layer_flops(&flops, model, flops.forward.causal, 1),
-            1.0,
-            read,
-        ),
-        backward_seconds: choices.training_seconds(layer_flops(&flops, model, backward, 2), 3.0, read),
-        kept: None,
+    let layer = |kind: AttentionKind| -> Result<Layer, Error> {
+        let tensors = block(model, kind)?;
+        let weights = region(&tensors, recipe.parameters)?;
+        let read = read_bytes(model, work.tokens()?, weights)?;
+        Ok(Layer {
+            slot_bytes: weights,
+            trainable_bytes: weights,
+            gradient_bytes: region(&tensors, recipe.gradients)?,
+            trainable: sum("parameters of a layer", tensors.iter().copied())?,
+            state_bytes: states(tensors)?,
+            reducing_bytes: 0,
+            forward_seconds: choices.training_seconds(
+                layer_flops(&flops, model, flops.forward.causal, 1),
+                1.0,
+                read,
+            ),
+            backward_seconds: choices.training_seconds(layer_flops(&flops, model, backward, 2), 3.0, read),
+            kept: None,
+        })
     };
     let head = head_options(work, None, choices, true);
     let working = training_working(model, work, choices, &head, Trained::Everything)?;
@@ -190,7 +195,7 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
         )?,
         ..working
     };
-    Ok(StepCosts { layers: repeat(layer, model, &choices.recipe)?, fixed, working, training: true })
+    Ok(StepCosts { layers: in_order(&layer, model, &choices.recipe)?, fixed, working, training: true })
 }
 
 /// Returns the costs of training adapters of a frozen base, with `labelled` labelled tokens (`None`: all). Adapters, their
@@ -206,28 +211,32 @@ pub fn adapters(
     choices: &Choices,
 ) -> Result<StepCosts, Error> {
     let flops = lora::flops::step(model, lora, work, labelled, &recomputation())?;
-    let tensors = lora.tensors(model)?;
-    let learning = region(&tensors, LowRank::WIDE)?;
-    let frozen = flat_bytes(&quantized::block_bytes(model, &choices.recipe, choices.experts.is_some())?)?;
-    let state = choices.optimizer.state_bytes_of(tensors.iter().map(|&one| (1, one)), LowRank::WIDE)?;
+    swiglu(model, work, choices)?;
     let backward = flops.backward.causal + flops.recomputed.causal;
-    let all = flat_bytes(&quantized::block_bytes(model, &choices.recipe, false)?)?;
-    let read = read_bytes(model, work.tokens()?, all)?;
     let reading = reading_seconds(model, work, choices)?;
-    let layer = Layer {
-        slot_bytes: sum("bytes of a layer", [frozen, learning])?,
-        trainable_bytes: learning,
-        gradient_bytes: learning,
-        state_bytes: state,
-        reducing_bytes: 0,
-        trainable: sum("parameters of a layer's adapters", tensors)?,
-        forward_seconds: choices
-            .training_seconds(layer_flops(&flops, model, flops.forward.causal, 1), 1.0, read)
-            .max(reading),
-        backward_seconds: choices
-            .training_seconds(layer_flops(&flops, model, backward, 1), 2.0, read)
-            .max(reading),
-        kept: None,
+    let block = |kind: AttentionKind, without: bool| {
+        flat_bytes(&quantized::block_bytes(model, &choices.recipe, kind, without)?)
+    };
+    let layer = |kind: AttentionKind| -> Result<Layer, Error> {
+        let tensors = lora.tensors(model, kind)?;
+        let learning = region(&tensors, LowRank::WIDE)?;
+        let read = read_bytes(model, work.tokens()?, block(kind, false)?)?;
+        let state = choices.optimizer.state_bytes_of(tensors.iter().map(|&one| (1, one)), LowRank::WIDE)?;
+        Ok(Layer {
+            slot_bytes: sum("bytes of a layer", [block(kind, choices.experts.is_some())?, learning])?,
+            trainable_bytes: learning,
+            gradient_bytes: learning,
+            state_bytes: state,
+            reducing_bytes: 0,
+            trainable: sum("parameters of a layer's adapters", tensors)?,
+            forward_seconds: choices
+                .training_seconds(layer_flops(&flops, model, flops.forward.causal, 1), 1.0, read)
+                .max(reading),
+            backward_seconds: choices
+                .training_seconds(layer_flops(&flops, model, backward, 1), 2.0, read)
+                .max(reading),
+            kept: None,
+        })
     };
     let head = HeadOptions { on_cpu: lora.on_cpu, ..head_options(work, labelled, choices, false) };
     let mut working = training_working(model, work, choices, &head, Trained::Adapters(lora))?;
@@ -258,7 +267,7 @@ pub fn adapters(
         ),
         ..Fixed::default()
     };
-    Ok(StepCosts { layers: repeat(layer, model, &choices.recipe)?, fixed, working, training: true })
+    Ok(StepCosts { layers: in_order(&layer, model, &choices.recipe)?, fixed, working, training: true })
 }
 
 /// Returns the same step with every layer resident under an activation plan, in the order of forward, for
@@ -280,10 +289,15 @@ pub fn with_activation_plan(
             remedy: "give one for each layer".into(),
         });
     }
-    let block = block_of(model, work, choices, lora.map_or(Trained::Everything, Trained::Adapters))?;
+    let blocks = blocks_of(model, work, choices, lora.map_or(Trained::Everything, Trained::Adapters))?;
     let mut costs = costs;
+    // Nothing before the first adapter has a gradient.
+    let mut input = lora.is_none_or(|lora| lora.token_rows.in_embedding > 0);
     for (number, (layer, &layer_plan)) in costs.layers.iter_mut().zip(plan).enumerate() {
-        let KeptPasses { kept, forward, mut backward } = kept_passes(&block, layer_plan, number == 0)?;
+        let kind = model.attention_of(number as u64);
+        let Some((_, block)) = blocks.iter().find(|(other, _)| *other == kind) else { continue };
+        let KeptPasses { kept, forward, mut backward } = kept_passes(block, layer_plan, number == 0, input)?;
+        input = block.records(input);
         // Casts with and without a graph are two: the second run of a trained layer makes those with one, which stay.
         if choices.recipe.casts && lora.is_none() && layer_plan != LayerPlan::KeepAll {
             let casts = cast_bytes(model, choices, layer_plan)?;
@@ -295,7 +309,8 @@ pub fn with_activation_plan(
     Ok(costs)
 }
 
-/// Returns the tensors that a layer in the middle of the model keeps from its forward to its backward, if it keeps everything.
+/// Returns the tensors that a layer in the middle of the model keeps from its forward to its backward, if it keeps everything; of layers that
+/// differ one that keeps most.
 ///
 /// # Errors
 /// As [`inference`].
@@ -306,12 +321,13 @@ pub fn kept_tensors(
     choices: &Choices,
 ) -> Result<Vec<Item>, Error> {
     let trained = lora.map_or(Trained::Everything, Trained::Adapters);
-    Ok(block_of(model, work, choices, trained)?.kept(true))
+    let all = blocks_of(model, work, choices, trained)?.into_iter().map(|(_, block)| block.kept(true));
+    Ok(all.max_by_key(|items| items.iter().map(|item| item.bytes).sum::<u64>()).unwrap_or_default())
 }
 
-fn swiglu(model: &Decoder, work: Workload) -> Result<(), Error> {
+fn swiglu(model: &Decoder, work: Workload, choices: &Choices) -> Result<(), Error> {
     if model.family.is_swiglu() {
-        return model.check_passes(work.sequence);
+        return model.check_passes(work.sequence, choices.attention_kernel);
     }
     Err(Error::Shape {
         what: format!("the working memory of {}'s forward is not modelled", model.family.model_type()),
@@ -332,35 +348,46 @@ fn head_options(work: Workload, labelled: Option<u64>, choices: &Choices, traine
     HeadOptions { work, labelled, recipe, norm, loss: *loss, trained, on_cpu: false }
 }
 
+/// The most that blocks of any kind take.
 fn passes_of(
     model: &Decoder,
     work: Workload,
     choices: &Choices,
     trained: Trained<'_>,
 ) -> Result<Passes, Error> {
-    passes(&block_of(model, work, choices, trained)?)
+    let mut most = Passes::default();
+    for (_, block) in blocks_of(model, work, choices, trained)? {
+        most = most.max(passes(&block)?);
+    }
+    Ok(most)
 }
 
-fn block_of(
+/// A block of each kind.
+fn blocks_of(
     model: &Decoder,
     work: Workload,
     choices: &Choices,
     trained: Trained<'_>,
-) -> Result<Block, Error> {
-    let tokens = work.tokens()?;
-    let options = BlockOptions {
-        tokens,
-        recipe: &choices.recipe,
-        norm: choices.norm,
-        trained,
-        gradients: true,
-        documents: choices.documents,
-        widens: choices.widens,
-        tile_bytes: choices.tile_bytes,
-        flash_workspace: choices.flash_workspace,
-        mlp_tile: choices.mlp_tile,
-    };
-    Block::new(model, &options)
+) -> Result<Vec<(AttentionKind, Block)>, Error> {
+    let mut blocks = Vec::new();
+    for (kind, _) in model.attention_kinds() {
+        let options = BlockOptions {
+            tokens: work.tokens()?,
+            rows: work.batch,
+            attention: kind,
+            recipe: &choices.recipe,
+            norm: choices.norm,
+            trained,
+            gradients: true,
+            documents: choices.documents,
+            widens: choices.widens,
+            tile_bytes: choices.tile_bytes,
+            flash_workspace: choices.flash_workspace,
+            mlp_tile: choices.mlp_tile,
+        };
+        blocks.push((kind, Block::new(model, &options)?));
+    }
+    Ok(blocks)
 }
 
 fn training_working(
@@ -390,8 +417,8 @@ fn training_working(
 }
 
 /// Elements of each tensor of a block.
-fn block(model: &Decoder) -> Result<Vec<u64>, Error> {
-    model.block_tensors()?.iter().map(|tensor| tensor.elements()).collect()
+fn block(model: &Decoder, kind: AttentionKind) -> Result<Vec<u64>, Error> {
+    model.block_tensors_of(kind)?.iter().map(|tensor| tensor.elements()).collect()
 }
 
 fn region(tensors: &[u64], dtype: Dtype) -> Result<u64, Error> {
@@ -400,8 +427,7 @@ fn region(tensors: &[u64], dtype: Dtype) -> Result<u64, Error> {
 }
 
 fn outer_parameters(model: &Decoder) -> Result<u64, Error> {
-    let blocks = product("parameters of all layers", &[model.layers, model.block_parameters()?])?;
-    Ok(model.parameters()? - blocks)
+    Ok(model.parameters()? - model.all_block_parameters()?)
 }
 
 /// Returns the bytes of the output matrix.
@@ -425,7 +451,11 @@ fn layer_flops(flops: &StepFlops, model: &Decoder, all: u128, outer_passes: u128
 }
 
 /// Returns the layers. Of those in the blocks of a file the first is the largest, and the others share what they have together.
-fn repeat(layer: Layer, model: &Decoder, recipe: &Recipe) -> Result<Vec<Layer>, Error> {
+fn in_order(
+    of: &dyn Fn(AttentionKind) -> Result<Layer, Error>,
+    model: &Decoder,
+    recipe: &Recipe,
+) -> Result<Vec<Layer>, Error> {
     /// Maximum number of layers in a simulation.
     const MOST: u64 = 10_000;
     if model.layers > MOST {
@@ -434,7 +464,13 @@ fn repeat(layer: Layer, model: &Decoder, recipe: &Recipe) -> Result<Vec<Layer>, 
             remedy: format!("give a model of at most {MOST} layers"),
         });
     }
-    let mut layers = vec![layer; model.layers as usize];
+    let mut kinds = Vec::new();
+    for (kind, _) in model.attention_kinds() {
+        kinds.push((kind, of(kind)?));
+    }
+    let of_kind = |kind| kinds.iter().filter(move |(other, _)| *other == kind).map(|(_, layer)| *layer);
+    let mut layers: Vec<Layer> =
+        (0..model.layers).flat_map(|layer| of_kind(model.attention_of(layer))).collect();
     let smaller = quantized::smaller_layers(model, recipe);
     if let Some(others) = layers.get_mut(1..).filter(|others| !others.is_empty()) {
         let each = smaller / others.len() as u64;

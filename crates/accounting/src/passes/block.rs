@@ -1,4 +1,4 @@
-//! The forward and the backward of one block of Llama, Qwen2, Qwen3, Mistral, SmolLM3 or Granite.
+//! The forward and the backward of one block of Llama, Qwen2, Qwen3, Mistral, SmolLM3, Granite, gpt-oss or Qwen3.5.
 //!
 //! With n tokens, d hidden, f feed-forward, and per element c bytes, the order in which `models` and autograd run it is
 //!
@@ -12,6 +12,10 @@
 //! **Norms of queries and keys** (Qwen3) keep their outputs, `c·(h + n_kv)·k` per token, because the rotation makes new ones, and a
 //! number in fp32 for each head; their backward overwrites the gradient that it reads. **Multipliers** (Granite) keep nothing; each
 //! needs one more `[n, d]` while its branch begins its backward.
+//!
+//! **Gated attention** (Qwen3.5) divides the queries' projection into queries and gates, `2·c·h·k` per token, and multiplies the attention's output by
+//! the gates' sigmoids: it keeps these and, where the output's projection learns, the product. Where only some columns of a head rotate, these
+//! are joined with the others. [Windows](crate::model::WindowedLayers) and sinks take no memory where one kernel computes attention.
 //!
 //! **Mixed precision** ([`Recipe::casts`]): the residual stream and the norms are in fp32, and a norm keeps its input. Each projection
 //! that reads a norm's output casts it, `c·d` per token, and keeps the cast if its weight or adapter learns. Gradients of branches and
@@ -28,22 +32,29 @@
 //! The block's input and the gradient of its output are the caller's.
 
 mod backward;
+mod delta_net;
+mod delta_rule;
+mod expert_terms;
 mod experts;
 mod forward;
 mod joint;
+mod kept;
 mod peaks;
+mod shared_expert;
 mod tiled_mlp;
 
+use crate::decoder_flops::Workload;
 use crate::exact::product;
 use crate::lora::{LowRank, Projection};
-use crate::memory::Item;
 use crate::memory::quantized::{self, Matrices};
 use crate::memory::recipe::Recipe;
-use crate::model::{Decoder, Linear};
+use crate::model::{AttentionKind, Decoder, Linear};
 use crate::recompute::NormKernel;
 use crate::{Error, exact};
 
+use delta_net::DeltaNet;
 use experts::{ExpertOptions, Experts};
+use shared_expert::SharedExpert;
 use tiled_mlp::{TiledMlp, TiledMlpOptions};
 
 pub(crate) use peaks::{KeptPasses, Passes, kept_passes, passes};
@@ -71,8 +82,11 @@ impl<'a> Trained<'a> {
 /// Further settings that decide a block's memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct BlockOptions<'a> {
-    /// Tokens of the batch.
+    /// Tokens of the batch, and its rows.
     pub(crate) tokens: u64,
+    pub(crate) rows: u64,
+    /// The kind of the block's attention.
+    pub(crate) attention: AttentionKind,
     /// Number formats.
     pub(crate) recipe: &'a Recipe,
     /// The implementation of norms, which decides what they keep.
@@ -93,7 +107,14 @@ pub(crate) struct BlockOptions<'a> {
     pub(crate) mlp_tile: Option<u64>,
 }
 
-/// Bytes of one projection's tensors.
+impl BlockOptions<'_> {
+    fn work(&self) -> Workload {
+        Workload { batch: self.rows, sequence: self.tokens / self.rows.max(1) }
+    }
+}
+
+/// Bytes of one projection's tensors; 0 for a projection that the block does not have.
+#[derive(Default)]
 struct ProjectionBytes {
     adapted: bool,
     /// Input and output, in the base's dtype and in that of sums: fp32, but the base's on a GPU.
@@ -210,12 +231,18 @@ pub(crate) struct Block {
     /// Whether projections of one input are one function.
     joins: bool,
     tiled: Option<TiledMlp>,
-    /// The mixture in place of the MLP.
+    /// The mixture in place of the MLP; then the MLP's tensors are those of the expert that computes every token, if there is one.
     experts: Option<Experts>,
+    shared: Option<SharedExpert>,
+    /// Linear attention in place of the other one.
+    linear: Option<DeltaNet>,
+    /// Whether the attention's output is multiplied by a gate, which the queries' projection gives, too.
+    is_gated: bool,
     keeps_output: bool,
     documents: bool,
-    /// Whether all weights learn.
+    /// Whether all weights learn, and whether anything of the model does.
     everything: bool,
+    trains: bool,
     projections: Vec<ProjectionBytes>,
     /// Gradient of a norm's weight, as far as it is counted.
     norm_gradient: u64,
@@ -229,6 +256,8 @@ pub(crate) struct Block {
     query: u64,
     /// `[n, n_kv·k]`
     key: u64,
+    /// Of both, the columns of heads that rotate, if these are not all.
+    rotated: Option<u64>,
     /// Both as attention reads them.
     attended_query: u64,
     attended_key: u64,
@@ -262,6 +291,12 @@ impl Block {
         let BlockOptions { tokens, recipe, norm, trained, gradients, documents, widens, mlp_tile, .. } =
             *options;
         let (everything, lora) = (matches!(trained, Trained::Everything), trained.adapters());
+        if recipe.casts && model.family.facts().has_attention_gate {
+            return Err(Error::Shape {
+                what: "gated attention in mixed precision is not modelled".into(),
+                remedy: "take bfloat16, or measure a step instead".into(),
+            });
+        }
         let c = recipe.compute.storage_bits() / 8;
         let attended = if recipe.casts && widens { 4 } else { c };
         let activation = |width: u64, bytes: u64| product("bytes of an activation", &[tokens, width, bytes]);
@@ -284,10 +319,20 @@ impl Block {
                 None => None,
                 Some(sizes) => {
                     let tile_bytes = options.tile_bytes;
-                    let options = ExpertOptions { tokens, recipe, widens, everything, gradients, tile_bytes };
+                    let options =
+                        ExpertOptions { tokens, recipe, widens, everything, gradients, tile_bytes, lora };
                     Some(Experts::new(model, sizes, &options)?)
                 }
             },
+            shared: match model.experts.map(|experts| experts.shared) {
+                Some(width) if width > 0 => Some(SharedExpert::new(model.hidden, options)?),
+                _ => None,
+            },
+            linear: match (options.attention, &model.linear) {
+                (AttentionKind::Linear, Some(linear)) => Some(DeltaNet::new(linear, options)?),
+                _ => None,
+            },
+            is_gated: model.family.facts().has_attention_gate,
             tiled: match (mlp_tile, lora) {
                 (None, _) => None,
                 (Some(_), _) if model.experts.is_some() => {
@@ -312,10 +357,14 @@ impl Block {
             keeps_output: norm == NormKernel::Output && !recipe.casts,
             documents,
             everything,
-            projections: Projection::linears(model)?
-                .iter()
-                .map(|(which, linear)| ProjectionBytes::new(options, *which, linear))
-                .collect::<Result<_, _>>()?,
+            trains: !matches!(trained, Trained::Nothing),
+            projections: {
+                let mut all: Vec<_> = Projection::ALL.iter().map(|_| ProjectionBytes::default()).collect();
+                for (which, linear) in Projection::linears(model, options.attention)? {
+                    all[which as usize] = ProjectionBytes::new(options, which, &linear)?;
+                }
+                all
+            },
             norm_gradient: norm_gradient(model.hidden)?,
             query_key_norms: model.query_key_norms()?.map(norms).transpose()?,
             multiplies: model.family.facts().has_multipliers,
@@ -323,9 +372,22 @@ impl Block {
             operand: activation(model.hidden, c)?,
             query: activation(model.query_width()?, c)?,
             key: activation(model.kv_width()?, c)?,
+            rotated: match model.rotary_width() {
+                width if width < model.head_dim => {
+                    let heads = exact::sum("heads", [model.heads, model.kv_heads])?;
+                    Some(activation(product("rotated columns", &[heads, width])?, c)?)
+                }
+                _ => None,
+            },
             attended_query: activation(model.query_width()?, attended)?,
             attended_key: activation(model.kv_width()?, attended)?,
-            wide: activation(model.feed_forward, c)?,
+            wide: activation(
+                match model.experts {
+                    Some(experts) => experts.shared,
+                    None => model.feed_forward,
+                },
+                c,
+            )?,
             log_sum_exp: activation(model.heads, 4)?,
             flash_workspace: match options.flash_workspace && c < 4 {
                 true => {
@@ -344,131 +406,53 @@ impl Block {
         &self.projections[which as usize]
     }
 
+    /// Whether a mixture's experts learn.
+    fn experts_learn(&self) -> bool {
+        self.experts.as_ref().is_some_and(Experts::learns)
+    }
+
+    /// Whether something that reads the MLP's input learns.
+    fn mlp_input_is_read(&self) -> bool {
+        self.learns(&[Projection::Gate, Projection::Up])
+            || self.experts.as_ref().is_some_and(Experts::keeps_input)
+    }
+
+    /// Whether gate and up have a backward.
+    fn keeps_gates(&self, recorded: &Recorded) -> bool {
+        recorded.middle || self.learns(&[Projection::Gate, Projection::Up])
+    }
+
     /// Whether one of these projections learns, itself or by an adapter, so that its input is kept.
     fn learns(&self, which: &[Projection]) -> bool {
         self.everything || which.iter().any(|one| self.projection(*one).adapted)
     }
 
     fn recorded(&self, input: bool) -> Recorded {
-        use Projection::{Down, Gate, Key, Output, Query, Up, Value};
-        let attention = input || self.learns(&[Query, Key, Value]);
-        let middle = attention || self.learns(&[Output]);
-        Recorded { input, attention, middle, feed_forward: middle || self.learns(&[Gate, Up, Down]) }
-    }
-
-    /// Lists the tensors that the block keeps; `input` is whether its input needs a gradient.
-    pub(crate) fn kept(&self, input: bool) -> Vec<Item> {
-        use Projection::{Down, Gate, Key, Output, Query, Up, Value};
-        let recorded = self.recorded(input);
-        let mut items = Vec::new();
-        let mut keep = |condition: bool, name, bytes| {
-            if condition {
-                items.push(Item { name, bytes });
-            }
-        };
-        keep(recorded.input && !self.keeps_output, "norm input", self.narrow);
-        keep(recorded.input, "norm statistics", self.statistic);
-        keep(self.keeps_first_output(&recorded), "query, key, value input", self.narrow);
-        keep(self.mixed, "casts of the query, key, value input", self.kept_casts(&[Query, Key, Value]));
-        if let Some(norms) = &self.query_key_norms {
-            keep(recorded.attention, "outputs of the norms of queries and keys", self.query + self.key);
-            keep(recorded.attention, "norm statistics", norms.statistics);
-        }
-        keep(recorded.attention, "query", self.attended_query);
-        keep(recorded.attention, "key and value", 2 * self.attended_key);
-        keep(recorded.attention, "log-sum-exp of scores", self.log_sum_exp);
-        if self.mixed_in_fp32 {
-            keep(recorded.attention, "attention output in fp32", self.attended_query);
-            keep(self.learns(&[Output]), "attention output", self.query);
-        } else {
-            keep(recorded.attention || self.learns(&[Output]), "attention output", self.query);
-        }
-        keep(self.keeps_both_outputs(&recorded), "attention output of each document", self.query);
-        keep(recorded.middle && !self.keeps_output, "norm input", self.narrow);
-        keep(recorded.middle, "norm statistics", self.statistic);
-        keep(self.keeps_second_output(&recorded), "feed-forward input", self.narrow);
-        keep(self.mixed, "casts of the feed-forward input", self.kept_casts(&[Gate, Up]));
-        let gates = recorded.middle || self.learns(&[Gate, Up]);
-        keep(gates, "gate xW", self.kept_wide());
-        keep(gates, "up xV", self.kept_wide());
-        keep(self.learns(&[Down]) && self.experts.is_none(), "SiLU(xW) ⊙ xV", self.kept_wide());
-        if let Some(experts) = &self.experts {
-            keep(gates, "routing", experts.kept_routing());
-        }
-        for which in [Query, Key, Value, Output, Gate, Up, Down] {
-            keep(self.projection(which).adapted, "low-rank products", self.projection(which).low);
-            keep(self.projection(which).factors > 0, "adapters in 16 bits", self.projection(which).factors);
-            keep(
-                self.projection(which).unscaled > 0,
-                "products before their magnitudes",
-                self.projection(which).unscaled,
-            );
-        }
-        items
-    }
-
-    /// Bytes that the attention keeps between its input and its output, for a gradient of its input.
-    pub(super) fn attention_bytes(&self) -> Result<u64, Error> {
-        use Projection::{Key, Output, Query, Value};
-        let low = self.adapter_bytes(&[Query, Key, Value, Output])?;
-        let again =
-            if self.documents && !self.mixed_in_fp32 && self.learns(&[Output]) { self.query } else { 0 };
-        let norms = self.query_key_norms.as_ref().map_or(0, |norms| self.query + self.key + norms.statistics);
-        let casts = self.kept_casts(&[Query, Key, Value]);
-        let rounded = if self.mixed_in_fp32 && self.learns(&[Output]) { self.query } else { 0 };
-        let attended = 2 * (self.attended_query + self.attended_key);
-        exact::sum("bytes of a block", [attended, self.log_sum_exp, low, again, norms, casts, rounded])
-    }
-
-    /// Bytes that adapters of these projections keep beside inputs.
-    fn adapter_bytes(&self, which: &[Projection]) -> Result<u64, Error> {
-        let adapted = which.iter().map(|which| self.projection(*which)).filter(|one| one.adapted);
-        exact::sum("bytes of a block", adapted.map(|one| one.low + one.factors + one.unscaled))
-    }
-
-    /// Casts of an input that these projections keep in mixed precision.
-    fn kept_casts(&self, which: &[Projection]) -> u64 {
-        if !self.mixed {
-            return 0;
-        }
-        which.iter().filter(|one| self.learns(&[**one])).count() as u64 * self.operand
-    }
-
-    /// Whether the results of attention are kept before and after they are concatenated: before for its backward, after for that of
-    /// the output's projection.
-    fn keeps_both_outputs(&self, recorded: &Recorded) -> bool {
-        self.documents && !self.mixed_in_fp32 && recorded.attention && self.learns(&[Projection::Output])
-    }
-
-    fn keeps_first_output(&self, recorded: &Recorded) -> bool {
-        use Projection::{Key, Query, Value};
-        !self.mixed && (recorded.input && self.keeps_output || self.learns(&[Query, Key, Value]))
-    }
-
-    fn keeps_second_output(&self, recorded: &Recorded) -> bool {
-        let reads_input = self.tiled.is_some() || self.keeps_output;
-        !self.mixed && (recorded.middle && reads_input || self.learns(&[Projection::Gate, Projection::Up]))
-    }
-
-    /// `[n, f]`, unless the MLP keeps its input alone; of a mixture the rows of all experts.
-    fn kept_wide(&self) -> u64 {
-        match &self.experts {
-            Some(experts) => experts.kept_inner(),
-            None if self.tiled.is_some() => 0,
-            None => self.wide,
-        }
-    }
-
-    /// What the MLP keeps beside its input and casts of it.
-    fn mlp_bytes(&self) -> Result<u64, Error> {
         use Projection::{Down, Gate, Up};
-        let low = self.adapter_bytes(&[Gate, Up, Down])?;
-        let beside = match &self.experts {
-            Some(experts) => experts.kept_routing(),
-            None if self.learns(&[Down]) => self.kept_wide(),
-            None => 0,
-        };
-        exact::sum("bytes of a block", [2 * self.kept_wide(), beside, low])
+        let attention = input || self.learns(self.attention_inputs());
+        let middle = attention || self.output_learns();
+        let feed_forward = middle || self.learns(&[Gate, Up, Down]) || self.experts_learn();
+        Recorded { input, attention, middle, feed_forward }
+    }
+
+    /// The projections of the attention's input.
+    fn attention_inputs(&self) -> &'static [Projection] {
+        use Projection::{Key, LinearDecay, LinearGate, LinearQkv, LinearRate, Query, Value};
+        match self.linear {
+            Some(_) => &[LinearQkv, LinearGate, LinearRate, LinearDecay],
+            None => &[Query, Key, Value],
+        }
+    }
+
+    /// Whether the attention's output projection learns.
+    fn output_learns(&self) -> bool {
+        let output = if self.linear.is_some() { Projection::LinearOutput } else { Projection::Output };
+        self.learns(&[output])
+    }
+
+    /// Whether the block's output has a gradient; `input` is whether its input has one.
+    pub(crate) fn records(&self, input: bool) -> bool {
+        self.recorded(input).feed_forward
     }
 }
 

@@ -49,7 +49,7 @@ pub(crate) fn outside(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<
     let mut items = vec![
         Item::new("tokens and labels", 8, &[2, tokens])?,
         // For all positions, in fp32.
-        Item::new("rotary angles", 4, &[model.context, model.head_dim])?,
+        Item::new("rotary angles", 4, &[model.context, model.rotary_width()])?,
     ];
     if options.norm != NormKernel::Output {
         items.push(Item::new("norm input", c, &[tokens, model.hidden])?);

@@ -5,7 +5,7 @@ use crate::exact::{positive, product, sum};
 use crate::lora::LowRank;
 use crate::memory::recipe::Recipe;
 use crate::memory::zero::ZeroStage;
-use crate::model::Decoder;
+use crate::model::{AttentionKind, Decoder};
 use crate::offload;
 use crate::parameters::ParameterTensor;
 use crate::{Dtype, Error};
@@ -79,7 +79,8 @@ impl Layout {
         stage: ZeroStage,
         ranks: u64,
     ) -> Result<Self, Error> {
-        let (frozen, adapters) = (elements(model.block_tensors()?)?, lora.tensors(model)?);
+        let (frozen, adapters) =
+            (elements(model.block_tensors()?)?, lora.tensors(model, AttentionKind::Full)?);
         let trained = (LowRank::WIDE, Some(LowRank::WIDE));
         if stage == ZeroStage::Three {
             let layer: [(&[u64], Formats); 2] = [(&frozen, (base, None)), (&adapters, trained)];

@@ -222,7 +222,7 @@ impl Predicted {
                 LossKind::Plain => Loss::Eager,
                 LossKind::Fused => Loss::LinearCrossEntropy { tokens: chunk, whole: 0 },
             },
-            ..choices(KIND, &rates, chunk)
+            ..choices((KIND, device), &rates, chunk)
         };
         let mut costs = sizes::training(&model, work, &choices)?;
         // Gradients reach the host, and nothing is updated.

@@ -38,7 +38,7 @@ pub(crate) fn costs(
     let choices = Choices {
         widens: widens(kind, device),
         tile_bytes: kernels::quantized::tile_bytes(device).unsigned_abs(),
-        ..choices(kind, rates, HEAD_TOKENS.min(tokens).unsigned_abs())
+        ..choices((kind, device), rates, HEAD_TOKENS.min(tokens).unsigned_abs())
     };
     Ok(match step {
         Step::Training => sizes::training(&model, work, &choices)?,

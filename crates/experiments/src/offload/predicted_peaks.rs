@@ -10,7 +10,7 @@ use offload::Method;
 use tch::Kind;
 use training::activations::LayerPlan;
 
-pub use rows::rows;
+pub use rows::{rows, rows_of_families};
 
 /// The work of a step.
 #[derive(Debug, Clone, PartialEq)]
@@ -23,6 +23,8 @@ pub enum Pass {
     Adapters {
         /// Projections by their short names.
         targets: &'static [&'static str],
+        /// Tensors of all experts of a layer.
+        experts: &'static [&'static str],
         /// Width of the adapters.
         rank: i64,
         /// Probability that an adapter's input is dropped.
@@ -129,9 +131,14 @@ impl Row {
         match &self.pass {
             Pass::Inference => "inference".to_owned(),
             Pass::Full => "full training".to_owned(),
-            Pass::Adapters { targets, rank, dropout, kind } => {
+            Pass::Adapters { targets, experts, rank, dropout, kind } => {
                 let kind = kind.name();
-                let which = if targets.len() == 7 { "all projections" } else { "attention" };
+                let which = match targets.len() {
+                    0 => "experts",
+                    7 => "all projections",
+                    _ if experts.is_empty() => "attention",
+                    _ => "attention and experts",
+                };
                 let dropout = if *dropout > 0.0 { ", dropout" } else { "" };
                 format!("{kind}, rank {rank}, {which}{dropout}")
             }

@@ -24,10 +24,10 @@ pub(crate) struct FlopsArgs {
 
 impl FlopsArgs {
     pub(crate) fn answer(&self) -> anyhow::Result<Answer> {
-        let model = self.model.decoder()?;
+        let (model, lora) = self.lora.low_rank(&self.model, self.model.decoder()?)?;
         let work = self.work.workload(&model);
         let recomputation = self.recompute.recomputation();
-        let exact = match self.lora.low_rank()? {
+        let exact = match lora {
             Some(lora) => lora::flops::step(&model, &lora, work, None, &recomputation)?,
             None => step(&model, work, &recomputation)?,
         };

@@ -1,17 +1,17 @@
 //! `frugal plan`: the ways to run a step within a budget, at this machine's measured rates or at a GPU's.
 
 mod compare;
-mod new_tokens;
 mod ranks;
 mod rates;
 mod search;
+mod shape;
 mod variants;
 
 use std::path::PathBuf;
 
 use accounting::Decoder;
 use accounting::decoder_flops::Workload;
-use accounting::lora::LowRank;
+use accounting::lora::{LowRank, Targets};
 use accounting::memory::quantized;
 use accounting::memory::recipe::Recipe as AccountedRecipe;
 use accounting::offload::sizes::Choices;
@@ -20,7 +20,6 @@ use accounting::quantity::{bytes_text, grouped, parse_bytes};
 use anyhow::{anyhow, bail};
 use clap::Args;
 use frugal::config::{ActivationPlan, Bytes, OffloadTier, Task};
-use frugal::models::DecoderConfig;
 use frugal::models::hugging_face::Folder;
 use frugal::planning::{self, Budget, MachineRates, NotPredicted, WeightFormat};
 use frugal::{Config, Recipe};
@@ -30,6 +29,7 @@ use serde_json::{Value, json};
 use tch::{Device, Kind};
 
 use super::model_args::ModelArgs;
+use super::new_tokens;
 use super::step_args::known_hardware;
 use crate::common_flags::Common;
 use crate::flags::Flags;
@@ -39,6 +39,7 @@ use crate::output::shell_command::shell_word;
 use crate::run::plan::{NOTHING_FITS, budget_text, fitting};
 use ranks::RanksArgs;
 pub(crate) use search::{Ways, bytes};
+use shape::shape;
 use variants::Variant;
 
 #[derive(Args)]
@@ -218,7 +219,7 @@ fn planned(arguments: &StepArgs, device: Device) -> anyhow::Result<PlannedStep> 
     let rows = lora.map_or(0, |lora| lora.token_rows.trained);
     let mut trains = match &lora {
         Some(lora) if lora.magnitudes => format!("DoRA of rank {} on {}", lora.rank, lora.targets),
-        Some(lora) => format!("adapters of rank {} on {}", lora.rank, lora.targets),
+        Some(lora) => format!("adapters of rank {} on {}", lora.rank, adapted_text(lora)),
         None if arguments.is_inference() => "forward only".to_owned(),
         None => "all weights are trained".to_owned(),
     };
@@ -297,6 +298,16 @@ impl PlannedStep {
     }
 }
 
+/// What adapters are on.
+fn adapted_text(lora: &LowRank) -> String {
+    let experts = if lora.experts.any() { format!("the experts' {}", lora.experts) } else { String::new() };
+    match (lora.targets, lora.experts.any()) {
+        (targets, false) => targets.to_string(),
+        (Targets::NONE, true) => experts,
+        (targets, true) => format!("{targets} and {experts}"),
+    }
+}
+
 /// The rates of each of several ranks that share a machine.
 fn shared(machine: MachineRates, ranks: u64) -> MachineRates {
     let share = |rate: f64| rate / ranks as f64;
@@ -308,19 +319,6 @@ fn shared(machine: MachineRates, ranks: u64) -> MachineRates {
         device_optimizer: share(device_optimizer),
     };
     MachineRates { flops: share(machine.flops), bandwidth: share(machine.bandwidth), transfers, ..machine }
-}
-
-/// The sizes of a model as a `config.json` has them, as far as adapters and chunks of the loss depend on them.
-fn shape(model: &Decoder) -> DecoderConfig {
-    let size = |size: u64| i64::try_from(size).unwrap_or(i64::MAX);
-    let [vocabulary, hidden, feed_forward] = [model.vocabulary, model.hidden, model.feed_forward].map(size);
-    DecoderConfig {
-        family: model.family,
-        num_key_value_heads: size(model.kv_heads),
-        head_dim: size(model.head_dim),
-        tie_word_embeddings: model.tied,
-        ..DecoderConfig::llama(vocabulary, hidden, feed_forward, size(model.layers), size(model.heads))
-    }
 }
 
 fn not_predicted(NotPredicted(why): NotPredicted) -> anyhow::Error {
@@ -423,7 +421,7 @@ impl StepArgs {
             Some(tokens) => tokens.unsigned_abs(),
             None => planning::loss_chunk(vocabulary, kind, planned.device),
         };
-        let choices = planning::choices(kind, machine, loss_tokens);
+        let choices = planning::choices((kind, planned.device), machine, loss_tokens);
         let choices = Choices { recipe: self.recipe(planned), ..choices };
         Ok(match lora {
             Some(lora) => sizes::adapters(model, lora, work, None, &choices)?,

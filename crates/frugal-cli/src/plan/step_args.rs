@@ -1,11 +1,17 @@
 //! The flags of the FLOPs of a step, of a KV cache, and of a device's memory.
 
+use std::path::PathBuf;
+
 use accounting::decoder_flops::{Recomputation, Workload};
 use accounting::hardware::{self, Hardware};
-use accounting::lora::{LowRank, Targets};
+use accounting::lora::{ExpertTargets, LowRank, Targets, TokenRows};
 use accounting::quantity::{parse_bytes, parse_count};
 use accounting::recompute::{AttentionKernel, Recompute, SwigluLevel};
 use accounting::{Decoder, Error};
+use frugal::config::NewToken;
+
+use super::model_args::ModelArgs;
+use super::new_tokens;
 
 const TRAINING: &str = "Training";
 
@@ -84,34 +90,66 @@ pub(crate) struct LoraArgs {
     /// Rank of the adapters [default: 8]
     #[arg(long, alias = "lora-rank", value_parser = parse_count, allow_negative_numbers = true, value_name = "R", help_heading = ADAPTERS)]
     r: Option<u64>,
-    /// Projections to adapt: q, k, v, o, gate, up, down, or all [default: q,k,v,o]
+    /// Projections to adapt: q, k, v, o, gate, up, down, or all; none [default: q,k,v,o]
     #[arg(long, alias = "lora-targets", value_name = "NAME,…", help_heading = ADAPTERS)]
     targets: Option<Targets>,
+    /// Tensors of all experts of a layer to adapt: gate_up_proj, down_proj
+    #[arg(long, value_name = "NAME,…", help_heading = ADAPTERS)]
+    target_parameters: Option<ExpertTargets>,
+    /// Tokens to add, as of finetune: an adapter trains their rows of the embedding and of the head alone
+    #[arg(long, value_name = "FILE", help_heading = ADAPTERS)]
+    new_tokens: Option<PathBuf>,
+    /// Make a vocabulary that new tokens enlarge a multiple of this many rows [default: a row for each token]
+    #[arg(long, alias = "pad-to-multiple-of", value_name = "ROWS", value_parser = clap::value_parser!(i64).range(1..), requires = "new_tokens", help_heading = ADAPTERS)]
+    pad_vocabulary_to: Option<i64>,
 }
 
 impl LoraArgs {
-    /// The adapters; `None` where all weights are trained.
+    /// The model, with a row for each new token, and the adapters; `None` where all weights are trained.
     ///
     /// # Errors
-    /// Flags of adapters, and all weights are to be trained.
-    pub(crate) fn low_rank(&self) -> Result<Option<LowRank>, Error> {
-        let given = [("--r", self.r.is_some()), ("--targets", self.targets.is_some())];
+    /// Flags of adapters, and all weights are to be trained; a file of tokens that cannot be read.
+    pub(crate) fn low_rank(
+        &self,
+        arguments: &ModelArgs,
+        model: Decoder,
+    ) -> anyhow::Result<(Decoder, Option<LowRank>)> {
+        let tokens = self.new_tokens.as_deref().map(NewToken::read).transpose()?.unwrap_or_default();
+        let (model, ids) = match tokens.is_empty() {
+            true => (model, Vec::new()),
+            false => new_tokens::rows(arguments, &model, &tokens, self.pad_vocabulary_to)?,
+        };
+        let given = [
+            ("--r", self.r.is_some()),
+            ("--targets", self.targets.is_some()),
+            ("--target-parameters", self.target_parameters.is_some()),
+        ];
         let given = given.into_iter().find(|(_, given)| *given);
         match (self.method, given) {
             (Some(Trained::Full), Some((flag, _))) => {
                 return Err(Error::Shape {
                     what: format!("{flag} is of adapters, and --method full trains all weights"),
                     remedy: "leave one of them out".into(),
-                });
+                }
+                .into());
             }
-            (Some(Trained::Full) | None, None) => return Ok(None),
+            (Some(Trained::Full), None) => return Ok((model, None)),
+            (None, None) if ids.is_empty() => return Ok((model, None)),
             _ => {}
         }
-        Ok(Some(LowRank {
+        let rows = ids.len() as u64;
+        let lora = LowRank {
             rank: self.r.unwrap_or(RANK),
             targets: self.targets.unwrap_or(Targets::ATTENTION),
+            experts: self.target_parameters.unwrap_or(ExpertTargets::NONE),
+            token_rows: TokenRows {
+                trained: if model.tied { rows } else { 2 * rows },
+                in_embedding: rows,
+                in_head: rows,
+            },
             ..LowRank::default()
-        }))
+        };
+        Ok((model, Some(lora)))
     }
 }
 

@@ -1,10 +1,12 @@
 //! Adapters on the experts of a mixture, and the load-balancing loss, in the program: trained, resumed, merged and exported.
 
+use frugal::llama_cpp::Request;
+use lora::LoraConfig;
 use models::{DecoderConfig, Llama, hugging_face, tensors_file};
 use serde_json::{Value, json};
 use tch::{Device, Kind};
 
-use crate::export_gguf::write_tokenizer;
+use crate::export_gguf::{llama_cpp, result, write_tokenizer};
 use crate::tiny_folder::{Tiny, lines};
 
 /// A Qwen3-MoE, and rows to train it on.
@@ -95,8 +97,74 @@ fn experts_are_adapted_resumed_streamed_merged_and_exported() {
     );
     assert!(trained.iter().zip(&exported).all(|((_, one), (_, other))| one == other));
     tiny.succeed("merge --model moe --adapter whole --out merged");
-    let error = fails(&tiny, "export --format gguf-lora --model moe --adapter whole --out lora.gguf");
-    assert!(error.contains("`target_parameters` of an adapter in GGUF"), "{error}");
+    tiny.succeed("export --format gguf-lora --model moe --adapter whole --out lora.gguf");
+}
+
+/// A mixture with random weights, and adapters of its experts whose B is not zero.
+fn adapted(tiny: &Tiny, family: &str, parameters: &[&str]) {
+    let mut config = json!({
+        "model_type": family, "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "initializer_range": 0.2, "bos_token_id": 1,
+        "eos_token_id": 2, "tie_word_embeddings": false, "num_experts_per_tok": 2, "intermediate_size": 96,
+    });
+    let own = match family {
+        "gpt_oss" => json!({ "num_local_experts": 4, "sliding_window": 16 }),
+        _ => json!({ "num_experts": 4, "moe_intermediate_size": 32, "norm_topk_prob": true }),
+    };
+    config.as_object_mut().unwrap().extend(own.as_object().unwrap().clone());
+    let config: DecoderConfig = serde_json::from_value(config).unwrap();
+    runtime::random::seed(5).unwrap();
+    let mut model = Llama::new(&config, (Kind::Float, Device::Cpu)).unwrap();
+    let folder = tiny.path(family);
+    hugging_face::save(&model, &folder, hugging_face::SHARD_BYTES).unwrap();
+    write_tokenizer(&folder);
+    let lora = LoraConfig {
+        target_modules: Some(["q_proj"].into()),
+        target_parameters: Some(parameters.iter().map(|name| format!("experts.{name}")).collect()),
+        r: 3,
+        lora_alpha: 6.0,
+        seed: 7,
+        init_lora_weights: false.into(),
+        ..LoraConfig::default()
+    };
+    lora.install(&mut model).unwrap().save(&folder.join("adapter")).unwrap();
+}
+
+/// A wrong order of rows, columns or experts would load silently: log-probabilities are compared with this program's.
+#[test]
+fn llama_cpp_applies_adapters_of_experts() {
+    let Some(llama_cpp) = llama_cpp() else { return };
+    for family in ["qwen3_moe", "gpt_oss"] {
+        for parameters in [&["gate_up_proj", "down_proj"][..], &["gate_up_proj"], &["down_proj"]] {
+            let tiny = Tiny::new();
+            adapted(&tiny, family, parameters);
+            let command = format!(
+                "export --model {family} --format gguf-lora --adapter {family}/adapter --out lora.gguf --verify --json"
+            );
+            let figure =
+                result(&tiny.succeed(&command).0)["verified"]["largest_difference"].as_f64().unwrap();
+            // What the adapter changes.
+            tiny.succeed(&format!("export --model {family} --format gguf --type f32 --out base.gguf"));
+            let (base, lora) = (tiny.path("base.gguf"), tiny.path("lora.gguf"));
+            let prompts = [(10..60).collect::<Vec<u32>>()];
+            let of = |lora: Option<&std::path::Path>| {
+                let request = Request {
+                    model: &base,
+                    lora,
+                    prompts: &prompts,
+                    texts: &[],
+                    forced: 40,
+                    vocabulary: 259,
+                    threads: 1,
+                };
+                llama_cpp.compute(&request).unwrap().log_probabilities.remove(0)
+            };
+            let (plain, adapted) = (of(None), of(Some(&lora)));
+            let change = plain.iter().zip(&adapted).map(|(x, y)| (x - y).abs()).fold(0.0, f64::max);
+            eprintln!("{family}, {parameters:?}: {figure:.1e} of a change by {change:.1e}");
+            assert!(figure < 1e-4 && change > 1e-2, "{family}, {parameters:?}: {figure}, {change}");
+        }
+    }
 }
 
 #[test]
@@ -116,6 +184,26 @@ fn what_is_not_possible_is_refused_by_name() {
     let dense =
         fails(&tiny, &format!("finetune --model model {TRAINING} --steps 1 --out out --router-aux-loss 0.1"));
     assert!(dense.contains("the model has no router"), "{dense}");
-    let plan = fails(&tiny, "plan --model moe --target-parameters gate_up_proj --dropout 0 --length 32");
-    assert!(plan.contains("adapters on the experts of a mixture"), "{plan}");
+}
+
+/// What experts' adapters take is predicted as any other adapters: for a plan, a dry run and a budget.
+#[test]
+fn adapters_of_experts_are_planned() {
+    let tiny = Tiny::new();
+    mixture(&tiny);
+    let json = |arguments: &str| serde_json::from_str::<Value>(&tiny.succeed(arguments).0).unwrap();
+    let plan = format!("plan --model moe {EXPERTS} --length 32 --json");
+    let (few, many) = (json(&plan), json(&plan.replace("--r 2", "--r 32")));
+    let least = |plan: &Value| plan["ways"][0]["peak_bytes"].as_u64().unwrap_or_else(|| panic!("{plan}"));
+    // A and B of two tensors of 4 experts in 2 layers, with a gradient and two numbers of state each.
+    let numbers = 2 * 4 * 30 * (64 + 2 * 64 + 64 + 64);
+    assert!(least(&many) - least(&few) >= 16 * numbers, "{few} {many}");
+    let (_, notes) = tiny.succeed(&format!("finetune --model moe {TRAINING} {EXPERTS} --steps 1 --dry-run"));
+    assert!(!notes.contains("is not predicted"), "{notes}");
+    let flops = json(&format!(
+        "plan flops --model moe --targets none --target-parameters gate_up_proj --r 2 --length 32 --json"
+    ));
+    let names: Vec<&str> =
+        flops["products"].as_array().unwrap().iter().map(|row| row["product"].as_str().unwrap()).collect();
+    assert!(names.contains(&"mlp.experts.gate_up_proj adapter"), "{names:?}");
 }

@@ -3,17 +3,16 @@
 use accounting::Decoder;
 use accounting::candidates::{Allowed, Candidate, Job, Layers, OffloadedLayers, Placement, Tier};
 use accounting::experts::StreamedExperts;
-use accounting::lora::{LowRank, Projection, Targets, TokenRows};
 use accounting::memory::logits::Loss;
 use accounting::memory::optimizer::Optimizer;
 use accounting::memory::recipe::Recipe;
 use accounting::offload::{MOST_PLANNED_SLOTS, OptimizerPlace};
-use lora::{BiasTraining, Init, LoraConfig};
 use models::DecoderConfig;
 use swiglu_ckpt::CheckpointLevel;
 use tch::{Device, Kind};
 use training::activations::{LayerPlan, every_kth};
 
+use super::low_rank::low_rank;
 use super::rates::product_kind;
 use super::{DataShape, KnownRates, WeightFormat, choices, trained_recipe, widens};
 use crate::config::{
@@ -33,7 +32,7 @@ impl<E: std::error::Error> From<E> for NotPredicted {
     }
 }
 
-fn refused(reason: &str) -> NotPredicted {
+pub(super) fn refused(reason: &str) -> NotPredicted {
     NotPredicted(reason.to_owned())
 }
 
@@ -118,7 +117,7 @@ pub fn job(
             .experts
             .as_ref()
             .map(|experts| StreamedExperts { cache: experts.cache.0, rate: rates.file_load }),
-        ..choices(kind, &rates.machine(), tokens)
+        ..choices((kind, device), &rates.machine(), tokens)
     };
     Ok(Job {
         model,
@@ -190,68 +189,6 @@ fn state_of(rule: OptimizerRule) -> Optimizer {
         OptimizerRule::Adam => Optimizer::Adam,
         OptimizerRule::AdamW => Optimizer::AdamW,
     }
-}
-
-/// Returns the adapters of a model's layers.
-///
-/// # Errors
-/// Adapters that differ between layers, or are not on the projections of the layers alone.
-pub fn low_rank(adapter: &LoraConfig, shape: &DecoderConfig, on_cpu: bool) -> Result<LowRank, NotPredicted> {
-    if adapter.bias != BiasTraining::None || adapter.modules_to_save.is_some() {
-        return Err(refused("trained biases and modules saved whole"));
-    }
-    if adapter.target_parameters.as_ref().is_some_and(|names| !names.is_empty()) {
-        return Err(refused("adapters on the experts of a mixture"));
-    }
-    let name = |layer: i64, which: Projection| {
-        let part = match which {
-            Projection::Query | Projection::Key | Projection::Value | Projection::Output => "self_attn",
-            Projection::Gate | Projection::Up | Projection::Down => "mlp",
-        };
-        format!("model.layers.{layer}.{part}.{}_proj", which.name())
-    };
-    let of_layer = |layer: i64| -> Result<Vec<Option<i64>>, NotPredicted> {
-        let rank = |which: Projection| -> Result<Option<i64>, NotPredicted> {
-            let name = name(layer, which);
-            Ok(if adapter.adapts(&name)? { Some(adapter.options(&name)?.r) } else { None })
-        };
-        // The projections of experts are no modules of their own.
-        let exists = |which: Projection| shape.mixture.is_none() || which <= Projection::Output;
-        Projection::ALL.into_iter().map(|which| if exists(which) { rank(which) } else { Ok(None) }).collect()
-    };
-    let first = of_layer(0)?;
-    let mut ranks = first.iter().flatten();
-    let Some(&rank) = ranks.next() else {
-        return Err(refused("adapters outside of the layers' projections"));
-    };
-    if ranks.any(|other| *other != rank) {
-        return Err(refused("adapters of several ranks"));
-    }
-    for layer in 1..shape.num_hidden_layers {
-        if of_layer(layer)? != first {
-            return Err(refused("adapters that differ between layers"));
-        }
-    }
-    for outside in ["lm_head", "model.embed_tokens"] {
-        if adapter.adapts(outside)? {
-            return Err(NotPredicted(format!("an adapter on `{outside}`")));
-        }
-    }
-    let adapted = Projection::ALL.into_iter().zip(&first).filter(|(_, rank)| rank.is_some());
-    let targets: Vec<Projection> = adapted.map(|(which, _)| which).collect();
-    Ok(LowRank {
-        rank: rank.unsigned_abs(),
-        targets: Targets::new(&targets),
-        dropout: adapter.lora_dropout > 0.0,
-        magnitudes: adapter.use_dora,
-        subtracted: matches!(adapter.init()?, Init::Pissa | Init::Olora),
-        on_cpu,
-        token_rows: TokenRows {
-            trained: adapter.token_rows(shape)?.unsigned_abs(),
-            in_embedding: adapter.rows_in_embedding(shape)?.unsigned_abs(),
-            in_head: adapter.rows_in_head(shape)?.unsigned_abs(),
-        },
-    })
 }
 
 /// Returns which ways to run a step the configuration leaves open for a model of `layers` layers. What it names is kept.

@@ -41,6 +41,8 @@ pub struct Choices {
     pub inputs_on_host: bool,
     /// Whether attention runs by flash attention on a GPU, whose backward has a workspace.
     pub flash_workspace: bool,
+    /// Whether one kernel computes attention with windows and sinks, which then take no memory, as on a CPU. Elsewhere such models are refused.
+    pub attention_kernel: bool,
     /// Bytes of the temporaries of MLPs that keep their inputs alone and run over tiles of tokens (`swiglu-ckpt`), `u64::MAX` for all tokens
     /// at once; `None` for ordinary MLPs.
     pub mlp_tile: Option<u64>,
@@ -67,6 +69,7 @@ impl Default for Choices {
             packs: false,
             inputs_on_host: false,
             flash_workspace: false,
+            attention_kernel: false,
             mlp_tile: None,
             experts: None,
         }

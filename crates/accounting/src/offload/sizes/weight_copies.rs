@@ -16,7 +16,7 @@ pub(super) fn cast_bytes(model: &Decoder, choices: &Choices, plan: LayerPlan) ->
         LayerPlan::RecomputeAttention => part == Part::Attention,
         _ => true,
     };
-    let tensors = model.block_tensors()?;
+    let tensors = model.block_tensors_of(model.attention_of(0))?;
     // Norms are not cast.
     let is_cast = |part: Part| matches!(part, Part::Attention | Part::FeedForward) && within(part);
     let cast = tensors.iter().filter(|tensor| is_cast(tensor.part));

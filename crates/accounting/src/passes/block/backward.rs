@@ -1,6 +1,6 @@
 //! The order in which a block's backward frees kept tensors and makes gradients.
 
-use super::{Block, ProjectionBytes};
+use super::{Block, ProjectionBytes, Recorded};
 use crate::lora::Projection;
 use crate::passes::PeakTracker;
 
@@ -17,11 +17,6 @@ impl Block {
     pub(super) fn backward_to_attention(&self, tracker: &mut PeakTracker, input: bool) {
         use Projection::{Down, Gate, Up};
         let recorded = self.recorded(input);
-        let drop_if = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
-            if kept {
-                tracker.free(bytes);
-            }
-        };
         let gates = recorded.middle || self.learns(&[Gate, Up]);
         if let Some(tiled) = self.tiled.as_ref().filter(|_| recorded.feed_forward) {
             tracker.make(self.branch_gradient());
@@ -29,34 +24,52 @@ impl Block {
             tracker.free(self.branch_gradient());
         } else if let Some(experts) = self.experts.as_ref().filter(|_| recorded.feed_forward) {
             tracker.make(self.branch_gradient());
-            experts.backward(tracker);
+            if let Some(shared) = &self.shared {
+                self.backward_shared(shared, tracker, &recorded);
+            }
+            if recorded.middle || experts.learns() {
+                experts.backward(tracker, recorded.middle);
+            }
+            if self.shared.is_some() {
+                self.add_back(tracker, recorded.middle);
+            }
             tracker.free(self.branch_gradient());
         } else if recorded.feed_forward {
             self.project_branch_back(tracker, Down, gates);
+            self.backward_swiglu(tracker, gates, &recorded);
         }
-        let is_plain = self.tiled.is_none() && self.experts.is_none();
-        drop_if(tracker, is_plain && self.learns(&[Down]), self.wide);
-        if gates && is_plain {
+        if self.keeps_second_output(&recorded) {
+            tracker.free(self.narrow);
+        }
+        if recorded.middle {
+            // The norm's gradient is computed in place, and added to the residual stream's.
+            tracker.make(self.norm_gradient);
+            tracker.free(self.statistic);
+            tracker.free(if self.keeps_output { 0 } else { self.narrow });
+            tracker.make(self.narrow);
+            tracker.free(2 * self.narrow);
+        }
+    }
+
+    /// With the gradient of gate and up's product, leaves that of the input if requested; frees the product, gate and up.
+    pub(super) fn backward_swiglu(&self, tracker: &mut PeakTracker, gates: bool, recorded: &Recorded) {
+        use Projection::{Down, Gate, Up};
+        tracker.free(if self.learns(&[Down]) { self.wide } else { 0 });
+        if gates {
             // The product's gradient is a view of a matrix with two owners, so neither gradient can replace it. Then it is
             // freed, and gate and up.
             tracker.make(2 * self.wide);
             tracker.free(3 * self.wide);
             self.project_norm_back(tracker, &[(Up, self.wide), (Gate, self.wide)], recorded.middle);
         }
-        drop_if(tracker, self.keeps_second_output(&recorded), self.narrow);
-        if recorded.middle {
-            // The norm's gradient is computed in place, and added to the residual stream's.
-            tracker.make(self.norm_gradient);
-            tracker.free(self.statistic);
-            drop_if(tracker, !self.keeps_output, self.narrow);
-            tracker.make(self.narrow);
-            tracker.free(2 * self.narrow);
-        }
     }
 
     /// Runs from the output's projection to the queries'.
     pub(super) fn backward_of_attention(&self, tracker: &mut PeakTracker, input: bool) {
         use Projection::{Key, Output, Query, Value};
+        if let Some(linear) = &self.linear {
+            return self.backward_of_linear(linear, tracker, input);
+        }
         let recorded = self.recorded(input);
         let drop_if = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
             if kept {
@@ -66,8 +79,15 @@ impl Block {
         if recorded.middle {
             self.project_branch_back(tracker, Output, recorded.attention);
         }
-        let rounded = !recorded.attention || self.mixed_in_fp32;
+        let rounded = !recorded.attention || self.mixed_in_fp32 || self.is_gated;
         drop_if(tracker, rounded && self.learns(&[Output]), self.query);
+        if recorded.attention && self.is_gated {
+            // The gradients of the attention's output and of the gate's sigmoid, then that of the gate, which stays.
+            tracker.make(2 * self.query);
+            tracker.free(self.query);
+            tracker.make(self.query);
+            tracker.free(2 * self.query);
+        }
         if recorded.attention && self.mixed_in_fp32 {
             tracker.make(self.attended_query);
             tracker.free(self.query);
@@ -91,12 +111,27 @@ impl Block {
             tracker.free(2 * self.query + 2 * self.key + self.log_sum_exp);
         }
         if recorded.attention {
-            tracker.touch(self.query + self.key);
+            match self.rotated {
+                None => tracker.touch(self.query + self.key),
+                // Those of the columns that do not rotate, then of those that do, in whole rows each.
+                Some(rotated) => {
+                    tracker.make(self.query + self.key + rotated);
+                    tracker.free(self.query + self.key);
+                    tracker.touch(self.query.max(self.key));
+                    tracker.free(rotated);
+                }
+            }
             if let Some(norms) = &self.query_key_norms {
                 tracker.make(norms.gradients);
                 tracker.free(self.query + self.key + norms.statistics);
             }
-            let gradients = [(Value, self.key), (Key, self.key), (Query, self.query)];
+            let mut of_queries = self.query;
+            if self.is_gated {
+                of_queries = 2 * self.query;
+                tracker.make(of_queries);
+                tracker.free(of_queries);
+            }
+            let gradients = [(Value, self.key), (Key, self.key), (Query, of_queries)];
             self.project_norm_back(tracker, &gradients, recorded.input);
         }
     }
@@ -124,7 +159,7 @@ impl Block {
     }
 
     /// [`Block::project_back`] of a branch's last product.
-    fn project_branch_back(&self, tracker: &mut PeakTracker, which: Projection, of_input: bool) {
+    pub(super) fn project_branch_back(&self, tracker: &mut PeakTracker, which: Projection, of_input: bool) {
         tracker.make(self.branch_gradient());
         self.project_back(tracker, which, of_input);
         tracker.free(self.branch_gradient());
@@ -158,7 +193,7 @@ impl Block {
     }
 
     /// Adds two gradients of `[n, d]`: into new memory, because both are views, or in mixed precision into that of the first cast.
-    fn add_back(&self, tracker: &mut PeakTracker, there: bool) {
+    pub(super) fn add_back(&self, tracker: &mut PeakTracker, there: bool) {
         if there && self.mixed {
             tracker.free(self.narrow);
         } else if there {
@@ -168,7 +203,7 @@ impl Block {
     }
 
     /// Leaves the gradient of the input if requested, and those of trained tensors; frees u.
-    fn project_back(&self, tracker: &mut PeakTracker, which: Projection, of_input: bool) {
+    pub(super) fn project_back(&self, tracker: &mut PeakTracker, which: Projection, of_input: bool) {
         let sizes = self.projection(which);
         if !sizes.adapted {
             if of_input {

@@ -1,6 +1,6 @@
 //! The order in which a block's forward makes tensors and frees those that it does not keep.
 
-use super::{Block, ProjectionBytes};
+use super::{Block, ProjectionBytes, Recorded};
 use crate::lora::Projection;
 use crate::passes::PeakTracker;
 
@@ -34,6 +34,9 @@ impl Block {
     /// Runs from the queries' projection to the output's.
     pub(super) fn forward_attention(&self, tracker: &mut PeakTracker, record: bool, input: bool) {
         use Projection::{Key, Output, Query, Value};
+        if let Some(linear) = &self.linear {
+            return self.forward_linear(linear, tracker, record, input);
+        }
         let recorded = self.recorded(input);
         let release = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
             if !(record && kept) {
@@ -41,13 +44,21 @@ impl Block {
             }
         };
         self.project_norm(tracker, &[Query, Key, Value], record);
+        if self.is_gated {
+            // Queries and gates apart.
+            tracker.make(2 * self.query);
+            tracker.free(2 * self.query);
+        }
         // Each step makes new queries and keys, then frees its inputs: first the norms, then the rotation.
         if let Some(norms) = &self.query_key_norms {
             tracker.make(self.query + self.key + norms.statistics);
             tracker.free(self.query + self.key);
             release(tracker, recorded.attention, norms.statistics);
         }
+        // A part of the columns rotates first, and is joined with the others.
+        tracker.make(self.rotated.unwrap_or(0));
         tracker.make(self.query + self.key);
+        tracker.free(self.rotated.unwrap_or(0));
         release(tracker, recorded.attention && self.query_key_norms.is_some(), self.query + self.key);
         if self.mixed_in_fp32 {
             // Operands in fp32, the result, its documents together, the same rounded.
@@ -67,14 +78,23 @@ impl Block {
                 }
             }
         }
+        if self.is_gated {
+            // The gate's sigmoid, and the product.
+            tracker.make(2 * self.query);
+        }
         self.project(tracker, Output, record);
+        if self.is_gated {
+            tracker.free(self.query);
+            release(tracker, recorded.attention, self.query);
+            release(tracker, self.learns(&[Output]), self.query);
+            return release(tracker, recorded.attention, 2 * self.query + 2 * self.key);
+        }
         // Queries, keys, values and output exist until their function ends.
         release(tracker, recorded.attention && !self.mixed_in_fp32, self.query + 2 * self.key);
         release(tracker, recorded.attention && !self.mixed_in_fp32 || self.learns(&[Output]), self.query);
     }
 
     fn forward_feed_forward(&self, tracker: &mut PeakTracker, record: bool, input: bool) {
-        use Projection::{Down, Gate, Up};
         let recorded = self.recorded(input);
         let release = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
             if !(record && kept) {
@@ -86,17 +106,32 @@ impl Block {
         if let Some(tiled) = &self.tiled {
             tiled.forward(tracker);
         } else if let Some(experts) = &self.experts {
-            experts.forward(tracker, record && recorded.middle);
+            let is_recorded = recorded.middle || experts.learns();
+            experts.forward(tracker, record && is_recorded, recorded.middle);
+            if let Some(shared) = &self.shared {
+                self.forward_shared(shared, tracker, record, &recorded);
+            }
         } else {
-            self.project_norm(tracker, &[Gate, Up], record);
-            tracker.make(self.wide);
-            release(tracker, recorded.middle || self.learns(&[Gate, Up]), 2 * self.wide);
-            self.project(tracker, Down, record);
-            release(tracker, self.learns(&[Down]), self.wide);
+            self.forward_swiglu(tracker, record, &recorded);
         }
         self.add(tracker);
         release(tracker, self.keeps_second_output(&recorded), self.narrow);
         release(tracker, recorded.middle && !self.keeps_output, self.narrow);
+    }
+
+    /// Gate, up, their product and down; leaves the result and what is kept.
+    pub(super) fn forward_swiglu(&self, tracker: &mut PeakTracker, record: bool, recorded: &Recorded) {
+        use Projection::{Down, Gate, Up};
+        let release = |tracker: &mut PeakTracker, kept: bool, bytes: u64| {
+            if !(record && kept) {
+                tracker.free(bytes);
+            }
+        };
+        self.project_norm(tracker, &[Gate, Up], record);
+        tracker.make(self.wide);
+        release(tracker, recorded.middle || self.learns(&[Gate, Up]), 2 * self.wide);
+        self.project(tracker, Down, record);
+        release(tracker, self.learns(&[Down]), self.wide);
     }
 
     /// Computes the residual stream, then frees the branch.
@@ -112,7 +147,7 @@ impl Block {
     }
 
     /// [`Block::project`] of all projections of a norm's output, which mixed precision casts for each.
-    fn project_norm(&self, tracker: &mut PeakTracker, which: &[Projection], record: bool) {
+    pub(super) fn project_norm(&self, tracker: &mut PeakTracker, which: &[Projection], record: bool) {
         if self.joins(which) {
             return self.project_joint(tracker, which, record);
         }
@@ -127,7 +162,7 @@ impl Block {
     }
 
     /// Leaves the output, and u if it is kept.
-    fn project(&self, tracker: &mut PeakTracker, which: Projection, record: bool) {
+    pub(super) fn project(&self, tracker: &mut PeakTracker, which: Projection, record: bool) {
         let sizes = self.projection(which);
         if !sizes.adapted {
             tracker.make(sizes.output);

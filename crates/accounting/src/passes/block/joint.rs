@@ -11,11 +11,13 @@ use crate::lora::{LowRank, Projection};
 use crate::passes::PeakTracker;
 
 /// The projections of one input.
-const OF_ONE_INPUT: [&[Projection]; 4] = [
+const OF_ONE_INPUT: [&[Projection]; 6] = [
     &[Projection::Query, Projection::Key, Projection::Value],
     &[Projection::Output],
     &[Projection::Gate, Projection::Up],
     &[Projection::Down],
+    &[Projection::LinearQkv, Projection::LinearGate, Projection::LinearRate, Projection::LinearDecay],
+    &[Projection::LinearOutput],
 ];
 
 /// Returns the low-rank terms of the projections that read the input of `which`.

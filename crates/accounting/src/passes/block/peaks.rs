@@ -20,7 +20,7 @@ use crate::{Error, exact};
 const WHAT: &str = "bytes of a block";
 
 /// Bytes of one block's passes, behind a part that is trained.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Passes {
     /// Peak of a forward that saves nothing, without its input.
     pub(crate) forward: u64,
@@ -34,44 +34,62 @@ pub(crate) struct Passes {
     pub(crate) backward: u64,
 }
 
+impl Passes {
+    /// Returns the larger of each.
+    pub(crate) fn max(self, other: Self) -> Self {
+        Self {
+            forward: self.forward.max(other.forward),
+            recomputed: self.recomputed.max(other.recomputed),
+            kept: self.kept.max(other.kept),
+            keeping: self.keeping.max(other.keeping),
+            backward: self.backward.max(other.backward),
+        }
+    }
+}
+
 /// Returns the passes of a block behind a part that is trained. A block that learns nothing has only a forward.
 pub(crate) fn passes(block: &Block) -> Result<Passes, Error> {
-    let forward = forward_peak(block, false)?;
-    if !block.learns(&Projection::ALL) {
+    let forward = forward_peak(block, false, true)?;
+    if !block.trains {
         return Ok(Passes { forward, recomputed: 0, kept: 0, keeping: 0, backward: 0 });
     }
-    let kept = exact::sum(WHAT, block.kept(true).iter().map(|item| item.bytes))?;
+    recorded_passes(block, forward, true)
+}
+
+/// The passes of a block with a backward; `input` is whether its input has a gradient.
+fn recorded_passes(block: &Block, forward: u64, input: bool) -> Result<Passes, Error> {
+    let kept = exact::sum(WHAT, block.kept(input).iter().map(|item| item.bytes))?;
     Ok(Passes {
         forward,
-        recomputed: recomputed_peak(block)?,
+        recomputed: recomputed_peak(block, input)?,
         kept,
-        keeping: forward_peak(block, true)?,
-        backward: backward_peak(block, kept)?,
+        keeping: forward_peak(block, true, input)?,
+        backward: backward_peak(block, kept, input)?,
     })
 }
 
-fn forward_peak(block: &Block, saves: bool) -> Result<u64, Error> {
+fn forward_peak(block: &Block, saves: bool, input: bool) -> Result<u64, Error> {
     let mut tracker = PeakTracker::default();
-    block.forward(&mut tracker, saves, true);
+    block.forward(&mut tracker, saves, input);
     tracker.peak()
 }
 
 /// The peak of the backward beyond the kept bytes, with the gradient of the output.
-fn backward_peak(block: &Block, kept: u64) -> Result<u64, Error> {
+fn backward_peak(block: &Block, kept: u64, input: bool) -> Result<u64, Error> {
     let mut tracker = PeakTracker::default();
     tracker.make(kept);
     tracker.make(block.narrow);
-    block.backward(&mut tracker, true);
+    block.backward(&mut tracker, input);
     Ok(tracker.peak()? - kept)
 }
 
 /// The peak of a forward that is run again and its backward, with the gradient of the output.
-fn recomputed_peak(block: &Block) -> Result<u64, Error> {
+fn recomputed_peak(block: &Block, input: bool) -> Result<u64, Error> {
     let mut tracker = PeakTracker::default();
     // The gradient of the output is there first; the second output is live until the backward is done.
     tracker.make(block.narrow);
-    block.forward(&mut tracker, true, true);
-    block.backward(&mut tracker, true);
+    block.forward(&mut tracker, true, input);
+    block.backward(&mut tracker, input);
     tracker.peak()
 }
 
@@ -86,17 +104,34 @@ pub(crate) struct KeptPasses {
     pub(crate) backward: u64,
 }
 
-/// Returns the passes of `block` under `plan`; see the [module](self). `first` is whether no layer is before it.
-pub(crate) fn kept_passes(block: &Block, plan: LayerPlan, first: bool) -> Result<KeptPasses, Error> {
-    let passes = passes(block)?;
+/// Returns the passes of `block` under `plan`; see the [module](self). `first` is whether no layer is before it, `input` whether its input
+/// has a gradient. A block that has nothing to learn and no such input runs forward alone.
+pub(crate) fn kept_passes(
+    block: &Block,
+    plan: LayerPlan,
+    first: bool,
+    input: bool,
+) -> Result<KeptPasses, Error> {
     let narrow = block.narrow;
-    let Passes { forward, recomputed, kept, keeping, backward } = passes;
     let with_input = |bytes: u64| exact::sum(WHAT, [narrow, bytes]);
+    let forward = forward_peak(block, false, input)?;
+    if !block.records(input) {
+        return Ok(KeptPasses { kept: 0, forward: with_input(forward)?, backward: 0 });
+    }
+    let passes = recorded_passes(block, forward, input)?;
+    let Passes { recomputed, kept, keeping, backward, .. } = passes;
+    // An attention that nothing learns from is not run again.
+    let plan = match plan {
+        LayerPlan::RecomputeAttention if !block.recorded(input).attention && !block.output_learns() => {
+            LayerPlan::KeepAll
+        }
+        plan => plan,
+    };
     match plan {
         LayerPlan::KeepAll => Ok(KeptPasses { kept, forward: with_input(keeping)?, backward }),
         LayerPlan::RecomputeElementwise => keeping_products(block, passes),
-        LayerPlan::RecomputeMlp => recomputing_mlp(block, passes),
-        LayerPlan::RecomputeAttention => recomputing_attention(block, kept),
+        LayerPlan::RecomputeMlp => recomputing_mlp(block, passes, input),
+        LayerPlan::RecomputeAttention => recomputing_attention(block, kept, input),
         LayerPlan::RecomputeAll => {
             Ok(KeptPasses { kept: narrow, forward: with_input(forward)?, backward: recomputed })
         }
@@ -117,21 +152,22 @@ fn keeping_products(block: &Block, passes: Passes) -> Result<KeptPasses, Error> 
     let with_magnitudes = block.projections.iter().filter(|projection| projection.unscaled > 0);
     let unscaled =
         exact::sum(WHAT, with_magnitudes.map(|projection| projection.unscaled - projection.output))?;
-    // The output of down, gate and up; a mixture of experts runs again, but for its router.
-    let of_mlp = match &block.experts {
-        Some(experts) => experts.kept_products(),
-        None => block.operand + 2 * block.kept_wide(),
+    // The output of down, gate and up; a mixture of experts runs again, but for its router and the expert of every token.
+    let of_mlp = match (&block.experts, &block.shared) {
+        (Some(experts), None) => experts.kept_products(),
+        (Some(experts), Some(_)) => experts.kept_products() + block.operand + 2 * block.kept_wide(),
+        (None, _) => block.operand + 2 * block.kept_wide(),
     };
-    // The input and the output of o; q, k, v and the attention's output; those of the MLP.
-    let products = [
-        block.narrow + block.operand,
-        block.query + block.attended_query,
-        2 * block.key,
-        block.log_sum_exp,
-        of_mlp,
-        low,
-        unscaled,
-    ];
+    // q, k, v and the attention's output; of linear attention its projections alone.
+    let of_attention = match &block.linear {
+        Some(linear) => linear.products(),
+        None => {
+            let queries = block.projection(Projection::Query).output;
+            queries + block.attended_query + 2 * block.key + block.log_sum_exp
+        }
+    };
+    // The input and the output of o; those of the MLP.
+    let products = [block.narrow + block.operand, of_attention, of_mlp, low, unscaled];
     let kept = exact::sum(WHAT, products)?;
     // Backward runs as if everything had been kept, beside the output that was computed again.
     let input = if block.keeps_output { block.narrow } else { 0 };
@@ -141,11 +177,10 @@ fn keeping_products(block: &Block, passes: Passes) -> Result<KeptPasses, Error> 
 }
 
 /// Keeps everything but the results of gate and up and their product.
-fn recomputing_mlp(block: &Block, passes: Passes) -> Result<KeptPasses, Error> {
-    use Projection::{Gate, Up};
+fn recomputing_mlp(block: &Block, passes: Passes, input: bool) -> Result<KeptPasses, Error> {
     let Passes { kept: all, keeping, backward, .. } = passes;
     // Tensors that are computed again.
-    let again = exact::sum(WHAT, [block.mlp_bytes()?, block.kept_casts(&[Gate, Up])])?;
+    let again = exact::sum(WHAT, [block.mlp_bytes(&block.recorded(input))?, block.kept_mlp_casts()])?;
     // In mixed precision the recomputed branch keeps its own input: the norm's output.
     let input = if block.mixed { block.narrow } else { 0 };
     // The gradient of the branch is live until the branch's backward is done.
@@ -158,26 +193,27 @@ fn recomputing_mlp(block: &Block, passes: Passes) -> Result<KeptPasses, Error> {
 }
 
 /// Keeps everything but the attention's tensors, from the queries to its output. `all` are the bytes of a block that keeps everything.
-fn recomputing_attention(block: &Block, all: u64) -> Result<KeptPasses, Error> {
+fn recomputing_attention(block: &Block, all: u64, input: bool) -> Result<KeptPasses, Error> {
     let mut tracker = PeakTracker::default();
-    block.forward_with(&mut tracker, [false, true], true);
+    block.forward_with(&mut tracker, [false, true], input);
     let forward = exact::sum(WHAT, [block.narrow, tracker.peak()?])?;
     // The attention's input is kept for the recomputation, also where the norm does not keep it.
-    let again = block.attention_bytes()?;
-    let input = if block.keeps_first_output(&block.recorded(true)) { 0 } else { block.narrow };
-    let kept = exact::sum(WHAT, [all - again, input])?;
+    let recorded = block.recorded(input);
+    let again = block.attention_bytes(&recorded)?;
+    let of_attention = if block.keeps_first_output(&recorded) { 0 } else { block.narrow };
+    let kept = exact::sum(WHAT, [all - again, of_attention])?;
     // Backward of the MLP, with the gradient of the output.
     let mut tracker = PeakTracker::default();
     tracker.make(kept);
     tracker.make(block.narrow);
-    block.backward_to_attention(&mut tracker, true);
+    block.backward_to_attention(&mut tracker, input);
     // The attention again; its second output is live until its backward is done.
     tracker.make(block.branch_gradient());
-    block.forward_attention(&mut tracker, true, true);
+    block.forward_attention(&mut tracker, true, input);
     tracker.free(block.branch_gradient());
     // Backward of the attention and of the norm before it.
-    block.backward_of_attention(&mut tracker, true);
-    tracker.free(block.operand + input);
-    block.backward_of_first_norm(&mut tracker, true);
+    block.backward_of_attention(&mut tracker, input);
+    tracker.free(block.operand + of_attention);
+    block.backward_of_first_norm(&mut tracker, input);
     Ok(KeptPasses { kept, forward, backward: tracker.peak()? - kept })
 }

@@ -1,9 +1,10 @@
 //! Tensors that are left after a block's passes.
 
 use super::*;
-use crate::model::{ExpertSizes, Family, Sizes};
+use crate::lora::{ExpertTargets, Targets};
+use crate::model::{AttentionKind, ExpertSizes, Family, LinearSizes, Sizes};
 use crate::passes::PeakTracker;
-use crate::{lora::Targets, presets};
+use crate::presets;
 
 /// Qwen2.5-0.5B, and as a Qwen3 and a Granite.
 fn models() -> Vec<Decoder> {
@@ -23,6 +24,8 @@ fn allocations_are_freed_except_listed_tensors() {
             let lora = LowRank { targets, dropout: flag(2), on_cpu: !flag(5), ..LowRank::default() };
             let options = BlockOptions {
                 tokens: 128,
+                rows: 2,
+                attention: AttentionKind::Full,
                 recipe: match (flag(0), flag(4)) {
                     (_, true) => &Recipe::AMP_BF16,
                     (true, _) => &Recipe::FP32,
@@ -67,6 +70,8 @@ fn a_gpu_keeps_low_rank_products_in_the_dtype_of_the_base() {
             LowRank { rank: 8, targets: Targets::new(&[Projection::Query]), on_cpu, ..LowRank::default() };
         let options = BlockOptions {
             tokens: 128,
+            rows: 2,
+            attention: AttentionKind::Full,
             recipe,
             norm: NormKernel::Output,
             trained: Trained::Adapters(&lora),
@@ -94,6 +99,8 @@ fn a_tiled_mlp_leaves_what_it_keeps() {
         let flag = |bit: u32| flags >> bit & 1 == 1;
         let options = BlockOptions {
             tokens: 4096,
+            rows: 2,
+            attention: AttentionKind::Full,
             recipe: if flag(0) { &Recipe::FP32 } else { &Recipe::BF16 },
             norm: if flag(1) { NormKernel::Output } else { NormKernel::Fused },
             trained: Trained::Everything,
@@ -149,6 +156,8 @@ fn a_mixture_of_experts_leaves_what_it_keeps() {
         }
         let options = BlockOptions {
             tokens: 128,
+            rows: 2,
+            attention: AttentionKind::Full,
             recipe: &recipe,
             norm: if flag(1) { NormKernel::Output } else { NormKernel::Fused },
             trained: if flag(0) { Trained::Everything } else { Trained::Adapters(&lora) },
@@ -175,6 +184,87 @@ fn a_mixture_of_experts_leaves_what_it_keeps() {
     }
 }
 
+/// Experts with adapters, gated and linear attention, and an expert for every token, whatever learns of them and whether the input has a gradient.
+#[test]
+fn blocks_of_other_families_leave_what_they_keep() {
+    let qwen3 = presets::find("qwen3-0.6b").unwrap();
+    let experts = |shared| ExpertSizes {
+        layers: qwen3.layers,
+        count: 32,
+        per_token: 4,
+        feed_forward: 384,
+        shared,
+        biases: false,
+    };
+    let linear = LinearSizes { layers: 21, key_heads: 4, value_heads: 8, key: 64, value: 64, window: 4 };
+    let sized = |family, experts, linear| Decoder::new(Sizes { family, experts, linear, ..*qwen3 }).unwrap();
+    let models = [
+        sized(Family::Qwen3Moe, Some(experts(0)), None),
+        sized(Family::Qwen35, None, Some(linear)),
+        sized(Family::Qwen35Moe, Some(experts(256)), Some(linear)),
+    ];
+    let all: Vec<LowRank> = (0..1u32 << 7)
+        .map(|set| {
+            let flag = |bit: u32| set >> bit & 1 == 1;
+            let chosen = [
+                (flag(0), Projection::Query),
+                (flag(1), Projection::Output),
+                (flag(2), Projection::LinearQkv),
+                (flag(3), Projection::LinearOutput),
+                (flag(4), Projection::Down),
+            ];
+            let targets: Vec<_> = chosen.into_iter().filter(|(has, _)| *has).map(|(_, one)| one).collect();
+            LowRank {
+                targets: Targets::new(&targets),
+                experts: ExpertTargets { gate_up: flag(5), down: flag(6) },
+                on_cpu: true,
+                ..LowRank::default()
+            }
+        })
+        .collect();
+    for (model, kind) in models
+        .iter()
+        .flat_map(|model| model.attention_kinds().into_iter().map(move |(kind, _)| (model, kind)))
+    {
+        let trained = all.iter().map(Trained::Adapters).chain([Trained::Everything]);
+        for (trained, flags) in trained.flat_map(|trained| (0..16u32).map(move |flags| (trained, flags))) {
+            let flag = |bit: u32| flags >> bit & 1 == 1;
+            let options = BlockOptions {
+                tokens: 96,
+                rows: 2,
+                attention: kind,
+                recipe: if flag(0) { &Recipe::FP32 } else { &Recipe::BF16 },
+                norm: if flag(1) { NormKernel::Output } else { NormKernel::Fused },
+                trained,
+                gradients: false,
+                documents: flag(2),
+                widens: false,
+                tile_bytes: crate::memory::quantized::CPU_TILE,
+                mlp_tile: None,
+                flash_workspace: false,
+            };
+            let what = format!("{:?}, {kind:?}, {trained:?}, {flags:b}", model.family);
+            let block = Block::new(model, &options).unwrap();
+            let input = flag(3);
+            let mut kept: u64 = block.kept(input).iter().map(|item| item.bytes).sum();
+            if input && !block.keeps_output {
+                kept -= block.narrow;
+            }
+            let mut tracker = PeakTracker::default();
+            block.forward(&mut tracker, false, input);
+            assert_eq!(tracker.live(), u128::from(block.narrow), "{what}");
+            let mut tracker = PeakTracker::default();
+            block.forward(&mut tracker, true, input);
+            assert_eq!(tracker.live(), u128::from(kept + block.narrow), "{what}");
+            if block.records(input) {
+                block.backward(&mut tracker, input);
+                let left = if input { block.narrow } else { 0 };
+                assert_eq!(tracker.live(), u128::from(left), "{what}");
+            }
+        }
+    }
+}
+
 /// The gradients of q, k and v live until the end of one function, which makes one gradient of their input and not three.
 #[test]
 fn joint_projections_make_one_gradient_of_their_input() {
@@ -183,6 +273,8 @@ fn joint_projections_make_one_gradient_of_their_input() {
         let lora = LowRank { on_cpu, ..LowRank::default() };
         let options = BlockOptions {
             tokens: 4096,
+            rows: 2,
+            attention: AttentionKind::Full,
             recipe: &Recipe::FP32,
             norm: NormKernel::Output,
             trained: Trained::Adapters(&lora),

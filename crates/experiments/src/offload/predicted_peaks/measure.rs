@@ -80,8 +80,13 @@ impl Row {
             let chunk = Some(Chunk::Tokens(tokens));
             LinearCrossEntropy { chunk, ..LinearCrossEntropy::default() }.install(&mut model)?;
         }
-        if let Pass::Adapters { targets, rank, dropout, kind } = &self.pass {
-            let names = targets.iter().map(|name| format!("{name}_proj")).collect();
+        if let Pass::Adapters { targets, experts, rank, dropout, kind } = &self.pass {
+            let of_experts = experts.iter().map(|name| format!("experts.{name}")).collect();
+            let module = |name: &&str| match name.starts_with("in_proj") {
+                true => (*name).to_owned(),
+                false => format!("{name}_proj"),
+            };
+            let names = targets.iter().map(module).collect();
             let config = LoraConfig {
                 r: *rank,
                 lora_dropout: *dropout,
@@ -91,6 +96,7 @@ impl Row {
                     AdapterKind::Pissa => "pissa",
                 }),
                 target_modules: Some(lora::Names::List(names)),
+                target_parameters: Some(of_experts),
                 ..LoraConfig::default()
             };
             LoraConfig { seed: 1, ..config.clone() }.install(&mut model)?;

@@ -2,7 +2,7 @@
 
 use accounting::Decoder;
 use accounting::decoder_flops::Workload;
-use accounting::lora::LowRank;
+use accounting::lora::{ExpertTargets, LowRank, Targets};
 use accounting::memory::logits::Loss;
 use accounting::offload::sizes::{self, Choices, Logits};
 use accounting::offload::{self as paper, Footprint, Rates, Setup, Start, simulate};
@@ -30,12 +30,14 @@ impl Row {
             norm: NormKernel::Output,
             logits: Logits::LastToken,
             widens: frugal::planning::widens(self.kind, Device::Cpu),
+            attention_kernel: true,
             ..Choices::default()
         };
         let lora = match &self.pass {
-            Pass::Adapters { targets, rank, dropout, kind } => Some(LowRank {
+            Pass::Adapters { targets, experts, rank, dropout, kind } => Some(LowRank {
                 rank: rank.unsigned_abs(),
-                targets: targets.join(",").parse()?,
+                targets: if targets.is_empty() { Targets::NONE } else { targets.join(",").parse()? },
+                experts: if experts.is_empty() { ExpertTargets::NONE } else { experts.join(",").parse()? },
                 dropout: *dropout > 0.0,
                 magnitudes: *kind == AdapterKind::Dora,
                 subtracted: *kind == AdapterKind::Pissa,

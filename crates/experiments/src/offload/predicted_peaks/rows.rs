@@ -1,6 +1,8 @@
 //! The rows of the table of peaks. They cover every offloading method, ring, tier (host memory or files), activation plan, kind of adapters and
 //! placement of the optimizer, on models of four layers.
 
+mod families;
+
 use kernels::nf4::Scales;
 use models::DecoderConfig;
 use models::llama::{Family, Mixture};
@@ -11,19 +13,25 @@ use training::activations::LayerPlan::{
 };
 
 use super::{AdapterKind, Head, OptimizerPlace, Pass, Placement, Row};
+pub use families::rows_of_families;
 
 /// Layers of each model.
 const LAYERS: usize = 4;
 /// Adapters on the projections of attention.
-const ATTENTION: Pass =
-    Pass::Adapters { targets: &["q", "k", "v", "o"], rank: 8, dropout: 0.0, kind: AdapterKind::Lora };
+const ATTENTION: Pass = of(&["q", "k", "v", "o"], &[]);
 /// Adapters on all projections, with dropout.
 const ALL: Pass = Pass::Adapters {
     targets: &["q", "k", "v", "o", "gate", "up", "down"],
+    experts: &[],
     rank: 4,
     dropout: 0.1,
     kind: AdapterKind::Lora,
 };
+
+/// LoRA of rank 8 on these projections, and on these tensors of all experts.
+const fn of(targets: &'static [&'static str], experts: &'static [&'static str]) -> Pass {
+    Pass::Adapters { targets, experts, rank: 8, dropout: 0.0, kind: AdapterKind::Lora }
+}
 
 /// Returns all rows.
 pub fn rows() -> Vec<Row> {
@@ -233,7 +241,9 @@ fn of_attention(row: &Row) -> Vec<Row> {
 /// DoRA and PiSSA, with dropout and without. PiSSA's adapters are computed from the weights, which are on the device then.
 fn dora_and_pissa(row: &Row) -> Vec<Row> {
     let kind = |pass: Pass, kind| match pass {
-        Pass::Adapters { targets, rank, dropout, .. } => Pass::Adapters { targets, rank, dropout, kind },
+        Pass::Adapters { targets, experts, rank, dropout, .. } => {
+            Pass::Adapters { targets, experts, rank, dropout, kind }
+        }
         other => other,
     };
     let on_device = |pass: &Pass, adapters: AdapterKind, plans: &[LayerPlan]| -> Vec<Row> {

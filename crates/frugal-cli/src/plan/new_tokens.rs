@@ -6,26 +6,24 @@ use anyhow::Context;
 use dataloading::Tokenizer;
 use dataloading::tokenizer::TokenToAdd;
 use frugal::Config;
+use frugal::config::NewToken;
 
 use crate::folder::vocabulary::{padded, trained_rows};
 use crate::plan::model_args::ModelArgs;
 
 const TOKENIZER: &str = "tokenizer.json";
 
-/// Returns the model with a row for each new token, and the configuration whose adapter trains these rows, as `frugal finetune` has them. Of
-/// a model without a tokenizer here, all rows are taken to be in use.
+/// Returns the model with a row for each new token, and these rows, as `frugal finetune` has them. Of a model without a tokenizer here, all
+/// rows are taken to be in use.
 ///
 /// # Errors
 /// A tokenizer that cannot be read; a token without text, or twice.
-pub(super) fn added(
+pub(super) fn rows(
     arguments: &ModelArgs,
-    model: Decoder,
-    mut config: Config,
-) -> anyhow::Result<(Decoder, Config)> {
-    let tokens = &config.model.new_tokens;
-    if tokens.is_empty() {
-        return Ok((model, config));
-    }
+    model: &Decoder,
+    tokens: &[NewToken],
+    multiple: Option<i64>,
+) -> anyhow::Result<(Decoder, Vec<i64>)> {
     let stored = i64::try_from(model.vocabulary)?;
     let ids = match arguments.folder().map(|folder| folder.join(TOKENIZER)).filter(|path| path.is_file()) {
         Some(path) => {
@@ -39,10 +37,27 @@ pub(super) fn added(
         None => (stored..).take(tokens.len()).collect::<Vec<i64>>(),
     };
     let most = ids.iter().copied().max().unwrap_or(0) + 1;
-    let rows = padded(stored, most, config.model.pad_vocabulary_to);
+    let rows = padded(stored, most, multiple);
+    let sizes = Sizes { vocabulary: rows.unsigned_abs(), ..**model };
+    Ok((Decoder::new(sizes)?, ids))
+}
+
+/// Returns the model of [`rows`], and the configuration whose adapter trains these rows.
+///
+/// # Errors
+/// As [`rows`].
+pub(super) fn added(
+    arguments: &ModelArgs,
+    model: Decoder,
+    mut config: Config,
+) -> anyhow::Result<(Decoder, Config)> {
+    if config.model.new_tokens.is_empty() {
+        return Ok((model, config));
+    }
+    let multiple = config.model.pad_vocabulary_to;
+    let (model, ids) = rows(arguments, &model, &config.model.new_tokens, multiple)?;
     if let Some(adapter) = &mut config.adapter {
         adapter.trainable_token_indices.get_or_insert(trained_rows(ids, model.tied));
     }
-    let sizes = Sizes { vocabulary: rows.unsigned_abs(), ..*model };
-    Ok((Decoder::new(sizes)?, config))
+    Ok((model, config))
 }
