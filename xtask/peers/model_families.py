@@ -64,6 +64,12 @@ def cases(wide):
     sink_yarn = dict(
         rope_type="yarn", rope_theta=10000.0, factor=8.0, original_max_position_embeddings=32, beta_fast=4.0, beta_slow=1.0, truncate=False,
     )
+    # Half of a head of layers that attend in full rotates.
+    proportional = dict(rope_type="proportional", rope_theta=1000000.0, partial_rotary_factor=0.5)
+    gemma4 = dict(
+        own, sliding_window=window, global_head_dim=2 * head, vocab_size_per_layer_input=sizes["vocab_size"],
+        rope_parameters={FULL: proportional, SLIDING: DEFAULT},
+    )
     llama3 = dict(
         rope_type="llama3", rope_theta=500000.0, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
         original_max_position_embeddings=16,
@@ -116,11 +122,20 @@ def cases(wide):
         "gemma2": ("Gemma2", dict(
             own, rope_parameters=DEFAULT, sliding_window=window, query_pre_attn_scalar=5, attn_logit_softcapping=2.0,
             final_logit_softcapping=5.0)),
+        # The last layers attend to the keys of the last layer of their type before them.
+        "gemma4": ("Gemma4", dict(
+            gemma4, num_hidden_layers=8 if wide else 5, layer_types=[SLIDING, FULL, SLIDING, *([SLIDING, FULL, SLIDING] if wide else []), SLIDING, FULL],
+            num_kv_shared_layers=3 if wide else 2, use_double_wide_mlp=True, hidden_size_per_layer_input=32,
+            final_logit_softcapping=6.0, attention_bias=True)),
+        # Values that are keys, in fewer heads, and no second embedding.
+        "gemma4_k_eq_v": ("Gemma4", dict(
+            gemma4, num_hidden_layers=layers + 1, layer_types=[SLIDING, FULL, *[SLIDING] * (layers - 2), FULL], attention_k_eq_v=True,
+            num_global_key_value_heads=1, hidden_size_per_layer_input=0, tie_word_embeddings=False)),
     }
 
 
 def config_of(name, options):
-    kind = f"{name}TextConfig" if name in ("Gemma3", "Qwen3_5", "Qwen3_5Moe") else f"{name}Config"
+    kind = f"{name}TextConfig" if name in ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe") else f"{name}Config"
     return getattr(transformers, kind)(**options)
 
 
@@ -214,6 +229,9 @@ def make(folder, name, options, wide, seed):
             else:
                 # In more layers weights of this size would enlarge rounding errors to differences.
                 parameter.normal_(0, (1.2 if wide else 1.6) / width**0.5)
+        for path, buffer in model.named_buffers():
+            if path.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.3)
     # Weights of 16 bits, in which both sides read the same numbers.
     model.to(torch.bfloat16).save_pretrained(folder)
     model = load(folder)

@@ -173,15 +173,25 @@ fn forward_rows(model: &Decoder, work: Workload) -> Result<Vec<FlopsRow>, Error>
     };
     let mut rows = Vec::new();
     for (layers, linear) in model.all_block_linears()? {
-        rows.push(linear_row(&linear, layers)?);
+        let row = linear_row(&linear, layers)?;
+        // Layers of several kinds have a product of one name each.
+        match rows.iter_mut().find(|other: &&mut FlopsRow| other.name == row.name) {
+            Some(other) => {
+                other.times += row.times;
+                other.forward = Flops::sum([other.forward, row.forward])?;
+            }
+            None => rows.push(row),
+        }
     }
-    let scores = Flops::of_core(|convention| core(model, work).score_flops(convention))?;
     let full = model.layers - model.linear.map_or(0, |linear| linear.layers);
     let times = exact::product("attentions of a model", &[full, model.family.attentions()])?;
     let windowed = model.windows.map_or(0, |windows| windows.layers);
+    let head_dim = model.gemma4.map_or(model.head_dim, |sizes| sizes.head_dim);
+    let scores = Flops::of_core(|convention| core(model, head_dim, work).score_flops(convention))?;
     let mut all = scores.times(times - windowed)?;
     if let Some(windows) = model.windows {
-        let within = |convention| core(model, work).windowed_score_flops(windows.tokens, convention);
+        let core = core(model, model.head_dim, work);
+        let within = |convention| core.windowed_score_flops(windows.tokens, convention);
         all = Flops::sum([all, Flops::of_core(within)?.times(windows.layers)?])?;
     }
     for name in ["Q·Kᵀ", "P·V"] {
@@ -203,8 +213,9 @@ fn forward_rows(model: &Decoder, work: Workload) -> Result<Vec<FlopsRow>, Error>
     Ok(rows)
 }
 
-fn core(model: &Decoder, work: Workload) -> AttentionCore {
-    AttentionCore { batch: work.batch, sequence: work.sequence, heads: model.heads, head_dim: model.head_dim }
+/// The attention of heads of this width.
+fn core(model: &Decoder, head_dim: u64, work: Workload) -> AttentionCore {
+    AttentionCore { batch: work.batch, sequence: work.sequence, heads: model.heads, head_dim }
 }
 
 fn recomputed(

@@ -54,6 +54,7 @@ mod exact;
 pub mod experts;
 pub mod fit;
 pub mod flops;
+mod gemma4;
 pub mod hardware;
 pub mod lora;
 pub mod memory;

@@ -201,6 +201,12 @@ impl LowRank {
                 "give a model of the family qwen2 or llama",
             ));
         }
+        if model.gemma4.is_some() {
+            return Err(refusal(
+                format!("adapters of {}, whose layers differ", model.family.model_type()),
+                "measure a step instead",
+            ));
+        }
         let of_mlp = [Projection::Gate, Projection::Up, Projection::Down];
         if model.experts.is_some_and(|experts| experts.shared == 0)
             && of_mlp.iter().any(|projection| self.targets.has(*projection))

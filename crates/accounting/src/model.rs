@@ -37,7 +37,7 @@ use crate::exact::positive;
 use crate::{Error, exact};
 
 pub(crate) use attention_kind::AttentionKind;
-pub use decoder::{ExpertSizes, Family, LinearSizes, Sizes, WindowedLayers};
+pub use decoder::{ExpertSizes, Family, Gemma4Sizes, LinearSizes, Sizes, WindowedLayers};
 
 /// The projections of the expert that computes every token, in the order of an MLP's.
 const SHARED_PROJECTIONS: [&str; 3] =
@@ -88,6 +88,15 @@ impl Decoder {
             ("a key of linear attention", sizes.linear.map_or(1, |linear| linear.key)),
             ("a value of linear attention", sizes.linear.map_or(1, |linear| linear.value)),
             ("the convolution's window", sizes.linear.map_or(1, |linear| linear.window)),
+            ("a head of layers that attend in full", sizes.gemma4.map_or(1, |gemma4| gemma4.head_dim)),
+            (
+                "key-value heads of layers that attend in full",
+                sizes.gemma4.map_or(1, |gemma4| gemma4.kv_heads),
+            ),
+            (
+                "feed-forward of layers that share keys",
+                sizes.gemma4.map_or(1, |gemma4| gemma4.shared_feed_forward),
+            ),
         ] {
             positive(what, value)?;
         }
@@ -171,8 +180,21 @@ impl Decoder {
                 );
             }
         }
+        if sizes.gemma4.is_some() != family.facts().is_gemma4 {
+            return wrong(
+                format!(
+                    "{} has {} sizes of a Gemma 4's layers",
+                    family.model_type(),
+                    if sizes.gemma4.is_some() { "the" } else { "no" }
+                ),
+                "read the sizes of the model's config.json".into(),
+            );
+        }
         let windows = sizes.windows.filter(|windows| windows.layers > 0);
         let model = Self { sizes: Sizes { windows, ..sizes } };
+        if let Some(gemma4) = &sizes.gemma4 {
+            model.check_gemma4(gemma4)?;
+        }
         model.parameters()?;
         Ok(model)
     }
@@ -283,7 +305,7 @@ impl Decoder {
         })
     }
 
-    /// Returns an error with linear attention, or with the mixture of experts that only some layers have.
+    /// Returns an error with linear attention, in a Gemma 4, or with the mixture of experts that only some layers have.
     pub(crate) fn check_uniform(&self) -> Result<(), Error> {
         if let Some(linear) = self.linear {
             return Err(Error::Shape {
@@ -291,7 +313,19 @@ impl Decoder {
                 remedy: "this is answered for a model whose layers are alike".into(),
             });
         }
+        self.check_gemma4()?;
         self.check_experts()
+    }
+
+    /// Returns an error for layers of different widths.
+    fn check_gemma4(&self) -> Result<(), Error> {
+        if self.gemma4.is_some() {
+            return Err(Error::Shape {
+                what: format!("the layers of {} differ", self.family.model_type()),
+                remedy: "its parameters, FLOPs and cache are predicted; measure a step instead".into(),
+            });
+        }
+        Ok(())
     }
 
     /// Returns an error with the mixture of experts that only some layers have.
@@ -310,7 +344,7 @@ impl Decoder {
     /// `per_token` of them: each of the expert's three products is one that is as many times as wide.
     ///
     /// # Errors
-    /// Widths beyond 64 bits; experts in only some of the layers; linear attention.
+    /// Widths beyond 64 bits; experts in only some of the layers; linear attention; a Gemma 4.
     pub fn block_linears(&self) -> Result<Vec<Linear>, Error> {
         self.check_uniform()?;
         Ok(self.all_block_linears()?.into_iter().map(|(_, linear)| linear).collect())
@@ -322,6 +356,14 @@ impl Decoder {
     /// # Errors
     /// Widths beyond 64 bits.
     pub fn all_block_linears(&self) -> Result<Vec<(u64, Linear)>, Error> {
+        if let Some(sizes) = &self.gemma4 {
+            let mut all = Vec::new();
+            for kind in self.layer_kinds(sizes).iter().filter(|kind| kind.layers > 0) {
+                let linears = self.linears_of_kind(sizes, kind)?.into_iter().flatten();
+                all.extend(linears.map(|linear| (kind.layers, linear)));
+            }
+            return Ok(all);
+        }
         let sparse = self.experts.map_or(0, |experts| experts.layers);
         let linear = self.linear.map_or(0, |linear| linear.layers);
         let (attention, mlp): (Vec<_>, Vec<_>) =
@@ -390,7 +432,7 @@ impl Decoder {
     }
 
     /// Returns the matrix products with weights outside the blocks: the output projection, and in front of it
-    /// [`Family::Gpt2Like`]'s projection of the embedding.
+    /// [`Family::Gpt2Like`]'s projection of the embedding, or a Gemma 4's to the width of its second one.
     pub fn outer_linears(&self) -> Vec<Linear> {
         let (e, d, v) = (self.embedding, self.hidden, self.vocabulary);
         match self.family {
@@ -398,7 +440,10 @@ impl Decoder {
                 Linear::new("hidden_projector", Part::Projector, e, d, true),
                 Linear::new("output_linear", Part::Output, d, v, true),
             ],
-            _ => vec![Linear::new("lm_head", Part::Output, d, v, false)],
+            _ => {
+                let output = Linear::new("lm_head", Part::Output, d, v, false);
+                self.per_layer_projection().into_iter().chain([output]).collect()
+            }
         }
     }
 }
@@ -422,7 +467,7 @@ pub enum Part {
     Embedding,
     /// The table of position vectors.
     Position,
-    /// The projection from the embedding's width to the hidden size.
+    /// The projection from the embedding's width to the hidden size, or to the width of a second embedding.
     Projector,
     /// Query, key, value and output projections.
     Attention,
@@ -476,7 +521,7 @@ pub struct Linear {
 }
 
 impl Linear {
-    fn new(name: &'static str, part: Part, inputs: u64, outputs: u64, bias: bool) -> Self {
+    pub(crate) fn new(name: &'static str, part: Part, inputs: u64, outputs: u64, bias: bool) -> Self {
         Self { name, part, inputs, outputs, bias }
     }
 }

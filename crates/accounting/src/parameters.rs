@@ -12,6 +12,7 @@ use decoder::{
     EXPERT_PROJECTIONS, LINEAR_ATTENTION, SHARED_EXPERT, SHARED_EXPERT_GATE, SINKS, expert_projection,
 };
 
+use crate::gemma4::LayerKind;
 use crate::model::{AttentionKind, Decoder, ExpertSizes, Family, Linear, Part};
 use crate::{Error, exact};
 
@@ -104,6 +105,14 @@ impl Decoder {
     /// The parts of blocks, each with the number of blocks that have it. Layers with linear attention may have experts or an MLP, as the
     /// others.
     fn block_groups(&self) -> Result<Vec<(u64, Vec<ParameterTensor>)>, Error> {
+        if let Some(sizes) = &self.gemma4 {
+            let group = |kind: &LayerKind| {
+                let linears = self.linears_of_kind(sizes, kind)?.concat();
+                let weights = linears.iter().flat_map(|linear| self.linear_tensors(linear));
+                Ok((kind.layers, weights.chain(self.norms_of_kind(sizes, kind)).collect()))
+            };
+            return self.layer_kinds(sizes).iter().map(group).collect();
+        }
         let sparse = self.experts.map_or(0, |experts| experts.layers);
         let linear = self.linear.map_or(0, |linear| linear.layers);
         Ok(vec![
@@ -189,7 +198,8 @@ impl Decoder {
                 tensors
             }
             _ => {
-                vec![tensor("model.embed_tokens.weight", &[v, e], Part::Embedding)]
+                let embedding = tensor("model.embed_tokens.weight", &[v, e], Part::Embedding);
+                std::iter::once(embedding).chain(self.per_layer_tensors()).collect()
             }
         }
     }
@@ -344,7 +354,7 @@ impl Decoder {
     }
 }
 
-fn tensor(name: &str, shape: &[u64], part: Part) -> ParameterTensor {
+pub(crate) fn tensor(name: &str, shape: &[u64], part: Part) -> ParameterTensor {
     ParameterTensor { name: name.into(), shape: shape.into(), part }
 }
 

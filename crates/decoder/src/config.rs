@@ -1,6 +1,7 @@
 //! The configuration of a decoder, as in `config.json`.
 
 mod file;
+mod gemma4;
 mod layers;
 mod linear_attention;
 mod mixture;
@@ -15,6 +16,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::error::Category;
 use serde_json::{Map, Value};
 
+pub use gemma4::Gemma4;
 pub use layers::{LayerType, LongRope};
 pub use linear_attention::LinearAttention;
 pub use mixture::{ClampedSwiglu, Mixture};
@@ -121,6 +123,8 @@ pub struct DecoderConfig {
     pub mixture: Option<Mixture>,
     /// The sizes of the layers with linear attention, in a family that has some.
     pub linear_attention: Option<LinearAttention>,
+    /// How layers differ, in a Gemma 4.
+    pub gemma4: Option<Gemma4>,
     /// How attention is computed. Not in the file.
     pub attention: AttentionPath,
     /// The file's other fields, which are written again: tokens, versions, options of other programs.
@@ -163,6 +167,7 @@ impl DecoderConfig {
             final_logit_softcapping: None,
             mixture: None,
             linear_attention: None,
+            gemma4: None,
             attention: AttentionPath::Fused,
             other_fields: Map::new(),
         }
@@ -260,8 +265,9 @@ impl DecoderConfig {
         self.check_layers()?;
         self.check_mixture()?;
         self.check_linear()?;
-        for rope in [Some(&self.rope), self.local_rope.as_ref()].into_iter().flatten() {
-            if let Err(cause) = rope.angles(self.rotary_dim()) {
+        self.check_gemma4()?;
+        for (rope, width) in self.rotations() {
+            if let Err(cause) = rope.angles(width) {
                 return config(format!("the scaling of the rotary embedding: {cause}"));
             }
         }

@@ -81,6 +81,8 @@ pub struct Facts {
     pub query_key_norm: QueryKeyNorm,
     /// Whether it is a Gemma: the embedding is multiplied by √hidden, and the MLP's gate is a GELU.
     pub is_gemma: bool,
+    /// Whether it is a Gemma 4, whose layers differ as [`Gemma4`](crate::Gemma4) has it, and whose values are normalized, too.
+    pub is_gemma4: bool,
     /// Whether norms multiply by 1 + weight.
     pub has_offset_norms: bool,
     /// Whether `q_proj` also gives a gate for each head's output, which its sigmoid multiplies.
@@ -168,6 +170,7 @@ families! {
         norms: NormPlacement::Pre,
         query_key_norm: QueryKeyNorm::None,
         is_gemma: false,
+        is_gemma4: false,
         has_offset_norms: false,
         has_attention_gate: false,
         has_linear_layers: false,
@@ -346,6 +349,17 @@ families! {
         positions: 8192,
         theta: 1e4,
         local_theta: None,
+        ..GEMMA3
+    }
+
+    /// Gemma 4's text model, dense: norms of queries, keys and values, layers of two widths of heads, a second embedding whose rows each
+    /// layer gets a part of, and last layers that attend to the keys of earlier ones.
+    Gemma4 = GEMMA4 {
+        model_type: "gemma4_text",
+        architecture: "Gemma4ForCausalLM",
+        is_gemma4: true,
+        has_offset_norms: false,
+        window: Some(512),
         ..GEMMA3
     }
 

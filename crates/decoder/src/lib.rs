@@ -37,15 +37,17 @@ pub mod strict_json;
 mod tensors;
 
 pub use config::{
-    AttentionPath, ClampedSwiglu, DecoderConfig, LayerType, LinearAttention, LongRope, Mixture, RopeFields,
-    RopeSpellings, text_config,
+    AttentionPath, ClampedSwiglu, DecoderConfig, Gemma4, LayerType, LinearAttention, LongRope, Mixture,
+    RopeFields, RopeSpellings, text_config,
 };
 pub use error::{Error, Result};
 pub use family::{AttentionBias, Facts, Family, NormPlacement, QueryKeyNorm, WindowRule, Windows};
 pub use presets::{PRESETS, Preset};
 pub use shapes::{EMBEDDING, LM_HEAD};
-pub use sizes::{ExpertSizes, LinearSizes, Sizes, WindowedLayers};
+pub use sizes::{ExpertSizes, Gemma4Sizes, LinearSizes, Sizes, WindowedLayers};
 pub use tensors::{
-    BiasOption, CLAMPED_ROUTER, EXPERT_PROJECTIONS, LINEAR_ATTENTION, Projection, ROUTER, SHARED_EXPERT,
-    SHARED_EXPERT_GATE, SINKS, Width, expert_projection, is_kept_wide, part_not_read, parts_not_read,
+    BiasOption, CLAMPED_ROUTER, EXPERT_PROJECTIONS, LAYER_SCALAR, LINEAR_ATTENTION, PER_LAYER_EMBEDDING,
+    PER_LAYER_GATE, PER_LAYER_MODEL_PROJECTION, PER_LAYER_NORM, PER_LAYER_PROJECTION, POST_PER_LAYER_NORM,
+    Projection, ROUTER, SHARED_EXPERT, SHARED_EXPERT_GATE, SINKS, Width, expert_projection, is_kept_wide,
+    part_not_read, parts_not_read,
 };

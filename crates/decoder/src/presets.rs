@@ -39,6 +39,7 @@ const fn preset(name: &'static str, family: Family, sizes: [u64; 8], tied: bool)
         experts: None,
         linear: None,
         windows: None,
+        gemma4: None,
     };
     Preset { name, sizes }
 }

@@ -52,6 +52,13 @@ pub enum Scaling {
     },
     /// YaRN.
     Yarn(Yarn),
+    /// Gemma 4's: the first `share` of the pairs rotate, by ωᵢ of the whole head divided by `factor`, and the others do not.
+    Proportional {
+        /// `partial_rotary_factor`, from 0 to 1.
+        share: f64,
+        /// From 1 on.
+        factor: f64,
+    },
     /// A larger theta for rows beyond the model's positions. Rows end there, so no frequency changes.
     Dynamic {
         /// From 1 on.
@@ -76,6 +83,7 @@ impl Frequencies {
         if let Scaling::Linear { factor }
         | Scaling::Llama3 { factor, .. }
         | Scaling::Dynamic { factor }
+        | Scaling::Proportional { factor, .. }
         | Scaling::Yarn(Yarn { factor, .. }) = self.scaling
             && !(factor.is_finite() && factor >= 1.0)
         {
@@ -90,6 +98,13 @@ impl Frequencies {
             return invalid(format!(
                 "low_freq_factor is {low_freq_factor}, high_freq_factor {high_freq_factor}, and the original positions are \
                  {original_positions}; expected numbers above 0, the first below the second"
+            ));
+        }
+        if let Scaling::Proportional { share, .. } = self.scaling
+            && !(0.0..=1.0).contains(&share)
+        {
+            return invalid(format!(
+                "a share of {share} of each head rotates; expected a number from 0 to 1"
             ));
         }
         if let Scaling::Yarn(yarn) = &self.scaling
@@ -109,11 +124,18 @@ impl Frequencies {
         let Self { theta, scaling } = *self;
         self.unscaled(head).zip(0..).map(move |(angle, pair)| match scaling {
             Scaling::Yarn(yarn) => angle * yarn.share(theta, head, pair),
+            Scaling::Proportional { share, factor } => {
+                if pair < (share * head as f64 / 2.0) as i64 {
+                    angle / factor
+                } else {
+                    0.0
+                }
+            }
             other => other.apply(angle),
         })
     }
 
-    /// Returns the numbers by which the scaling divides theta^(−2i/head), for the `head / 2` pairs.
+    /// Returns the numbers by which the scaling divides theta^(−2i/head), for the `head / 2` pairs; infinity for one that does not rotate.
     pub fn divisors(&self, head: i64) -> impl Iterator<Item = f64> {
         self.unscaled(head).zip(self.scaled(head)).map(|(angle, scaled)| angle / scaled)
     }
@@ -127,8 +149,8 @@ impl Frequencies {
 impl Scaling {
     fn apply(self, angle: f64) -> f64 {
         match self {
-            // YaRN scales by pair, not by angle: see `Frequencies::scaled`.
-            Self::None | Self::Dynamic { .. } | Self::Yarn(_) => angle,
+            // Scaled by pair, not by angle: see `Frequencies::scaled`.
+            Self::None | Self::Dynamic { .. } | Self::Yarn(_) | Self::Proportional { .. } => angle,
             Self::Linear { factor } => angle / factor,
             Self::Llama3 { factor, low_freq_factor, high_freq_factor, original_positions } => {
                 let turns = original_positions * angle / TAU;

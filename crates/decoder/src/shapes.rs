@@ -1,10 +1,12 @@
 //! The shapes of a model's tensors and its parameter count, computed without allocating anything.
 
+mod gemma4;
+
 use crate::config::DecoderConfig;
 use crate::family::QueryKeyNorm;
 use crate::tensors::{
-    EXPERT_PROJECTIONS, LINEAR_ATTENTION, LINEAR_INPUTS, Projection, SHARED_EXPERT, SHARED_EXPERT_GATE,
-    SINKS, Width, expert_projection,
+    EXPERT_PROJECTIONS, LINEAR_ATTENTION, LINEAR_INPUTS, PER_LAYER_EMBEDDING, Projection, SHARED_EXPERT,
+    SHARED_EXPERT_GATE, SINKS, Width, expert_projection,
 };
 
 /// The name of the embedding's tensor, without Hugging Face's `model.`.
@@ -15,6 +17,14 @@ pub const LM_HEAD: &str = "lm_head.weight";
 /// A tensor's name and shape.
 type Shape = (String, Vec<i64>);
 
+/// The number of elements of all tensors, at most `u64::MAX`.
+fn saturating_sum(shapes: impl Iterator<Item = Shape>) -> u64 {
+    let size = |size: i64| u64::try_from(size).unwrap_or(0);
+    let numbers =
+        |shape: Vec<i64>| shape.into_iter().fold(1, |product: u64, n| product.saturating_mul(size(n)));
+    shapes.fold(0, |sum: u64, (_, shape)| sum.saturating_add(numbers(shape)))
+}
+
 impl DecoderConfig {
     /// Returns the names (without Hugging Face's `model.`) and shapes of every tensor, in the order of
     /// `models::state_dict`. A tied head shares the embedding's tensor and is not listed again.
@@ -24,21 +34,26 @@ impl DecoderConfig {
         let layers = 0..usize::try_from(self.num_hidden_layers).unwrap_or(0);
         let blocks = layers.flat_map(|index| {
             let (is_linear, is_sparse) = (self.is_linear(index), self.layer_mixture(index).is_some());
-            let block = &kinds[usize::from(is_linear)][usize::from(is_sparse)];
-            block.iter().map(move |(name, shape)| (format!("layers.{index}.{name}"), shape.clone()))
+            let block = match self.gemma4 {
+                Some(_) => self.gemma4_block_shapes(index),
+                None => kinds[usize::from(is_linear)][usize::from(is_sparse)].clone(),
+            };
+            block.into_iter().map(move |(name, shape)| (format!("layers.{index}.{name}"), shape))
         });
         let embedding = (EMBEDDING.to_owned(), vec![self.vocab_size, self.hidden_size]);
-        std::iter::once(embedding).chain(blocks).chain(self.end_shapes()).collect()
+        let before = std::iter::once(embedding).chain(self.per_layer_shapes());
+        before.chain(blocks).chain(self.end_shapes()).collect()
     }
 
     /// Returns the number of parameters, a tied head once: 494 032 768 for Qwen2.5-0.5B. Saturates at `u64::MAX`.
     pub fn parameter_count(&self) -> u64 {
         let size = |size: i64| u64::try_from(size).unwrap_or(0);
-        let numbers =
-            |shape: &[i64]| shape.iter().fold(1, |product: u64, &n| product.saturating_mul(size(n)));
-        let sum = |shapes: Vec<Shape>| {
-            shapes.iter().fold(0, |sum: u64, (_, shape)| sum.saturating_add(numbers(shape)))
-        };
+        let sum = |shapes: Vec<Shape>| saturating_sum(shapes.into_iter());
+        let embedding = size(self.vocab_size).saturating_mul(size(self.hidden_size));
+        let outer = embedding.saturating_add(sum(self.end_shapes()));
+        if self.gemma4.is_some() {
+            return outer.saturating_add(self.gemma4_parameters());
+        }
         let linear = self.linear_layers() as u64;
         let sparse_linear = self.linear_mixture_layers() as u64;
         let sparse = (self.mixture_layers() as u64).saturating_sub(sparse_linear);
@@ -53,16 +68,15 @@ impl DecoderConfig {
             of_layers(linear - sparse_linear, false, true),
             of_layers(sparse_linear, true, true),
         ];
-        let blocks = blocks.into_iter().fold(0, u64::saturating_add);
-        let embedding = numbers(&[self.vocab_size, self.hidden_size]);
-        embedding.saturating_add(blocks).saturating_add(sum(self.end_shapes()))
+        blocks.into_iter().fold(outer, u64::saturating_add)
     }
 
     /// Returns the name (without Hugging Face's `model.`) and `[in, out]` of every projection of the blocks, and of a head that is
     /// not tied. Routers and experts of a mixture are not listed: adapters cannot replace them.
     pub fn projections(&self) -> Vec<(String, [i64; 2])> {
         let of_mixture = [format!(".{}.", self.family.router()), ".mlp.experts.".to_owned()];
-        let is_listed = |name: &str| name != EMBEDDING && !of_mixture.iter().any(|part| name.contains(part));
+        let is_table = |name: &str| name == EMBEDDING || name.starts_with(PER_LAYER_EMBEDDING);
+        let is_listed = |name: &str| !is_table(name) && !of_mixture.iter().any(|part| name.contains(part));
         let all = self.shapes().into_iter().filter(|(name, _)| is_listed(name));
         let matrix = |(name, shape): (String, Vec<i64>)| match shape[..] {
             [out, inner] => Some((name.strip_suffix(".weight")?.to_owned(), [inner, out])),

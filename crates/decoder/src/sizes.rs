@@ -47,6 +47,31 @@ pub struct Sizes {
     pub linear: Option<LinearSizes>,
     /// Layers with a window, if there are any.
     pub windows: Option<WindowedLayers>,
+    /// How layers differ in a Gemma 4.
+    pub gemma4: Option<Gemma4Sizes>,
+}
+
+/// The layers of a Gemma 4: they attend in full or within the window, and the last *share* the keys and values of earlier ones.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Gemma4Sizes {
+    /// Number of layers that attend in full.
+    pub full: u64,
+    /// Width of their heads.
+    pub head_dim: u64,
+    /// Their key-value heads.
+    pub kv_heads: u64,
+    /// Whether they have no projection of values.
+    pub keys_are_values: bool,
+    /// Number of layers that share keys.
+    pub shared: u64,
+    /// Number of those that attend in full.
+    pub shared_full: u64,
+    /// Factor of the feed-forward width of layers that share keys: 1 or 2.
+    pub shared_feed_forward: u64,
+    /// Width of a layer's part of the second embedding; 0 without one.
+    pub per_layer_input: u64,
+    /// Rows of the second embedding.
+    pub per_layer_vocabulary: u64,
 }
 
 /// Layers with a mixture of experts.
@@ -170,6 +195,24 @@ impl DecoderConfig {
                 window: size(linear.window),
             }),
             windows: windows.map(|tokens| WindowedLayers { layers: windowed, tokens: size(tokens) }),
+            gemma4: self.gemma4.map(|gemma4| {
+                let types = self.layer_types.iter().take(usize::try_from(layers).unwrap_or(usize::MAX));
+                let first = self.first_shared_layer();
+                let in_full = |types: &mut dyn Iterator<Item = &LayerType>| {
+                    types.filter(|&&layer| layer == LayerType::Full).count() as u64
+                };
+                Gemma4Sizes {
+                    full: in_full(&mut types.clone()),
+                    head_dim: size(gemma4.global_head_dim),
+                    kv_heads: size(gemma4.global_kv_heads),
+                    keys_are_values: gemma4.keys_are_values,
+                    shared: size(gemma4.shared_layers).min(layers),
+                    shared_full: in_full(&mut types.clone().skip(first)),
+                    shared_feed_forward: if gemma4.doubles_mlp { 2 } else { 1 },
+                    per_layer_input: size(gemma4.per_layer_input),
+                    per_layer_vocabulary: size(gemma4.per_layer_vocabulary),
+                }
+            }),
         }
     }
 

@@ -90,9 +90,38 @@ pub fn is_kept_wide(name: &str) -> bool {
     name.ends_with("linear_attn.A_log") || name.ends_with("linear_attn.dt_bias")
 }
 
+/// The second embedding of a Gemma 4, `[vocabulary, layers·width]`: each layer gets its part of a token's row.
+pub const PER_LAYER_EMBEDDING: &str = "embed_tokens_per_layer";
+
+/// The projection of the embedded token to what is added to its row of [`PER_LAYER_EMBEDDING`].
+pub const PER_LAYER_MODEL_PROJECTION: &str = "per_layer_model_projection";
+
+/// The norm of each layer's part of that projection's result, `[width]`.
+pub const PER_LAYER_NORM: &str = "per_layer_projection_norm";
+
+/// The projection of a block's residual stream to the width of its part, `[width, hidden]`.
+pub const PER_LAYER_GATE: &str = "per_layer_input_gate";
+
+/// The projection back, `[hidden, width]`.
+pub const PER_LAYER_PROJECTION: &str = "per_layer_projection";
+
+/// The norm of its result, `[hidden]`.
+pub const POST_PER_LAYER_NORM: &str = "post_per_layer_input_norm";
+
+/// The factor of a block's result in a Gemma 4, `[1]`, which is not trained.
+pub const LAYER_SCALAR: &str = "layer_scalar";
+
 /// Prefixes of tensors that are not read, and the parts of a model that they are of.
-const NOT_READ: [(&str, &str); 3] =
-    [("model.visual.", IMAGES), ("visual.", IMAGES), ("mtp.", "what predicts several tokens")];
+const NOT_READ: [(&str, &str); 7] = [
+    ("model.visual.", IMAGES),
+    ("visual.", IMAGES),
+    ("model.vision_tower.", IMAGES),
+    ("model.embed_vision.", IMAGES),
+    ("model.audio_tower.", SOUNDS),
+    ("model.embed_audio.", SOUNDS),
+    ("mtp.", "what predicts several tokens"),
+];
+const SOUNDS: &str = "the part that hears sounds";
 const IMAGES: &str = "the part that reads images";
 
 /// Returns the part of a model that a file's tensor is of, if it is one that is not read.

@@ -182,6 +182,18 @@ impl RotaryTable {
         Ok((q, k))
     }
 
+    /// Rotates queries alone, as [`RotaryTable::rotate`] does.
+    ///
+    /// # Errors
+    /// As [`RotaryTable::rotate`].
+    pub fn rotate_queries(&self, q: &Tensor, positions: Option<&Tensor>) -> Result<Tensor> {
+        let sequence = self.check(q, q, positions)?;
+        let values = self.values_for(sequence, positions)?;
+        let function = Rotate::new(values, self.shared.device, positions, false)?;
+        let [q] = autograd::apply(function, &[q])?;
+        Ok(q)
+    }
+
     /// Returns the length of the rows.
     fn check(&self, q: &Tensor, k: &Tensor, positions: Option<&Tensor>) -> Result<i64> {
         let invalid = |reason: String| Err(Error::invalid(NAME, reason));

@@ -97,6 +97,10 @@ impl LanguageModel for Adapted {
         self.model.cache_shape()
     }
 
+    fn has_separate_blocks(&self) -> bool {
+        self.model.has_separate_blocks()
+    }
+
     fn cache_limit(&self) -> Option<i64> {
         self.model.cache_limit()
     }

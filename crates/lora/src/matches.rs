@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use crate::config::{Layers, LoraConfig, Names};
 use crate::error::{Result, no_match, no_target, option};
-use crate::targets::{EMBEDDING, Targets, compile, expert_tensors, in_list, is_all_linear, projections};
+use crate::targets::{Targets, compile, expert_tensors, in_list, is_all_linear, projections};
 
 const EXPERTS: &str = "the tensors of the model's experts";
 const PROJECTIONS: &str = "the model's projections";
@@ -26,9 +26,7 @@ impl LoraConfig {
         self.check_layers_pattern()?;
         let mut all = projections(model);
         let targets = Targets::new(self)?;
-        if targets.wants_embedding() {
-            all.push((EMBEDDING.to_owned(), [model.vocab_size, model.hidden_size]));
-        }
+        all.extend(targets.wanted_embeddings(model));
         let names: Vec<String> = all.iter().map(|(name, _)| name.clone()).collect();
         let of_experts = expert_tensors(model);
         let parameters: Vec<String> = of_experts.iter().map(|(name, ..)| name.clone()).collect();

@@ -15,6 +15,8 @@ use crate::options::LoraLinearConfig;
 
 /// Hugging Face's name of a decoder's embedding.
 pub(crate) const EMBEDDING: &str = "model.embed_tokens";
+/// That of the second one of a Gemma 4.
+const PER_LAYER_EMBEDDING: &str = "model.embed_tokens_per_layer";
 /// The value for every projection except the head.
 const ALL_LINEAR: &str = "all-linear";
 /// PEFT's default targets: of Phi-3 the last, of the other families the others.
@@ -104,9 +106,15 @@ impl<'a> Targets<'a> {
         matches!(&self.modules, Names::Pattern(pattern) if is_all_linear(pattern))
     }
 
-    /// Whether to adapt the embedding of a decoder.
-    pub(crate) fn wants_embedding(&self) -> bool {
-        !self.means_projections_only() && self.wants(EMBEDDING, false)
+    /// Returns name and shape of the embeddings of such a model that are adapted.
+    pub(crate) fn wanted_embeddings(&self, model: &DecoderConfig) -> Vec<(String, [i64; 2])> {
+        let second = model.gemma4.filter(|gemma4| gemma4.per_layer_input > 0).map(|gemma4| {
+            let width = model.num_hidden_layers * gemma4.per_layer_input;
+            (PER_LAYER_EMBEDDING.to_owned(), [gemma4.per_layer_vocabulary, width])
+        });
+        let first = (EMBEDDING.to_owned(), [model.vocab_size, model.hidden_size]);
+        let all = std::iter::once(first).chain(second);
+        all.filter(|(name, _)| !self.means_projections_only() && self.wants(name, false)).collect()
     }
 
     /// Describes the targets for an error.
@@ -242,9 +250,9 @@ impl LoraConfig {
                 count += options.r * (inner + out) + if options.dora { *out } else { 0 };
             }
         }
-        if targets.wants_embedding() {
+        for (name, [rows, width]) in targets.wanted_embeddings(model) {
             matched = true;
-            count += self.options(EMBEDDING)?.r * (model.vocab_size + model.hidden_size);
+            count += self.options(&name)?.r * (rows + width);
         }
         for (name, shape, of) in
             expert_tensors(model).into_iter().filter(|(name, ..)| targets.wants_parameter(name))

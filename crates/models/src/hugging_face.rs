@@ -115,6 +115,7 @@ impl Folder {
         }
         let mut config = DecoderConfig::read(&config_path).map_err(error::decoder)?;
         let mut weights = Weights::open(path)?;
+        weights.leave_out_shared_keys(&config);
         let tied = weights.ties(config.tie_word_embeddings)?;
         let has_own_head = config.tie_word_embeddings && !tied;
         config.tie_word_embeddings = tied;

@@ -2,7 +2,7 @@
 //!
 //! Rows are aligned at their ends, and shorter prompts are padded on the left; no query attends to padding. Per token a layer
 //! keeps 2·g·e elements (keys and values of g heads of width e). Nothing else is needed, because attention is causal. A layer with linear
-//! attention keeps a [`RecurrentShape`] for each row instead.
+//! attention keeps a [`RecurrentShape`] for each row instead, and one that attends to the keys of another layer keeps nothing.
 
 mod recurrent;
 
@@ -20,14 +20,10 @@ pub use recurrent::RecurrentShape;
 const WHAT: &str = "key-value cache";
 
 /// The numbers that a model's layers cache for a token.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheShape {
-    /// Number of layers with keys and values.
-    pub layers: usize,
-    /// Number of key heads, and of value heads, in each.
-    pub heads: i64,
-    /// Width of a head.
-    pub head: i64,
+    /// Of each layer with keys and values: the number of key heads, which is that of value heads, and the width of a head.
+    pub layers: Vec<[i64; 2]>,
     /// The layers with linear attention, if there are any.
     pub recurrent: Option<RecurrentShape>,
     /// The cache's dtype.
@@ -37,9 +33,9 @@ pub struct CacheShape {
 }
 
 impl CacheShape {
-    /// Returns the bytes per token of a row: 2·layers·heads·head elements.
+    /// Returns the bytes per token of a row: 2·heads·head elements of each layer.
     pub fn bytes_per_token(&self) -> u64 {
-        let elements = 2 * self.layers as i64 * self.heads * self.head;
+        let elements = 2 * self.layers.iter().map(|[heads, head]| heads * head).sum::<i64>();
         u64::try_from(elements).unwrap_or(0) * self.kind.elt_size_in_bytes() as u64
     }
 }
@@ -69,8 +65,11 @@ impl KeyValueCache {
             let reason = format!("{rows} rows of {capacity} tokens; expected at least one of each");
             return Err(Error::invalid(WHAT, reason));
         }
-        let make = || Tensor::f_empty([rows, shape.heads, capacity, shape.head], (shape.kind, shape.device));
-        let layers = (0..shape.layers).map(|_| Ok([make()?, make()?])).collect::<Result<_>>()?;
+        let of_layer = |&[heads, head]: &[i64; 2]| {
+            let make = || Tensor::f_empty([rows, heads, capacity, head], (shape.kind, shape.device));
+            Ok([make()?, make()?])
+        };
+        let layers = shape.layers.iter().map(of_layer).collect::<Result<_>>()?;
         let options = (shape.kind, shape.device);
         let recurrent = shape.recurrent.iter().flat_map(|shape| std::iter::repeat_n(shape, shape.layers));
         let recurrent =
@@ -204,7 +203,7 @@ impl KeyValueCache {
             );
             return Err(Error::invalid(WHAT, reason));
         }
-        let mut copy = Self::new(self.shape, rows, capacity)?;
+        let mut copy = Self::new(self.shape.clone(), rows, capacity)?;
         for (from, to) in self.layers.iter().flatten().zip(copy.layers.iter().flatten()) {
             to.f_narrow(2, 0, self.length)?.f_copy_(&from.f_narrow(2, 0, self.length)?)?;
         }
@@ -219,7 +218,7 @@ impl KeyValueCache {
     /// # Errors
     /// Too little memory.
     pub fn emptied(&self) -> Result<Self> {
-        Self::new(self.shape, self.rows, self.capacity)
+        Self::new(self.shape.clone(), self.rows, self.capacity)
     }
 
     /// Removes `row`; the last row takes its number. Memory is freed when the cache is dropped.
@@ -305,13 +304,11 @@ impl Extension<'_> {
         v: &Tensor,
         options: &AttentionConfig<'_>,
     ) -> Result<Tensor> {
-        let KeyValueCache { layers, length, rows, shape, .. } = self.cache;
-        let Some(stored) = layers.get(layer) else {
-            let reason = format!("layer {layer} of {}", layers.len());
-            return Err(Error::invalid(WHAT, reason));
-        };
+        let KeyValueCache { length, rows, .. } = self.cache;
+        let stored = self.stored(layer)?;
+        let (_, heads, _, head) = stored[0].size4()?;
         for (name, x) in [("k", k), ("v", v)] {
-            let expected = [*rows, self.new, shape.heads, shape.head];
+            let expected = [*rows, self.new, heads, head];
             if x.size() != expected {
                 let expected = format!("{expected:?}, the shape of the reserved positions");
                 return Err(wrong_shape(WHAT, name, x.size(), expected));
@@ -321,6 +318,21 @@ impl Extension<'_> {
             stored.f_narrow(2, *length, self.new)?.f_copy_(&x.f_transpose(1, 2)?)?;
         }
         self.written.set(self.written.get() + 1);
+        self.attend_again(layer, q, options)
+    }
+
+    fn stored(&self, layer: usize) -> Result<&[Tensor; 2]> {
+        let layers = &self.cache.layers;
+        layers.get(layer).ok_or_else(|| Error::invalid(WHAT, format!("layer {layer} of {}", layers.len())))
+    }
+
+    /// Computes attention of `q` `[rows, new, query heads, head]` over the tokens of `layer`, whose keys and values this pass has written.
+    ///
+    /// # Errors
+    /// A layer that the cache does not have, shapes that do not match.
+    pub fn attend_again(&self, layer: usize, q: &Tensor, options: &AttentionConfig<'_>) -> Result<Tensor> {
+        let KeyValueCache { length, rows, shape, .. } = self.cache;
+        let stored = self.stored(layer)?;
         let q = q.f_to_kind(shape.kind)?;
         let end = self.end();
         let window = options.window.filter(|&window| window < end);

@@ -21,6 +21,7 @@
 //! | Granite (IBM) | e, m, s and the scale of the scores |
 //! | OLMo 2 (arXiv:2501.00656) | post instead of pre; norm is an RMS norm of all heads together |
 //! | Gemma 3 (arXiv:2503.19786) | pre and post; norm of each head; norms multiply by 1 + w; e = √hidden; f is GELU; windows and frequencies by layer |
+//! | Gemma 4 | as Gemma 3 with norms of w and of values, without a factor of scores, with wider heads in layers without a window, an input of each layer (`per_layer_input.rs`), and last layers that attend to the keys of earlier ones (`gemma4_attention.rs`) |
 //! | Gemma 2 (arXiv:2408.00118) | as Gemma 3 without norm, with caps of scores and logits |
 //! | Phi-3 (arXiv:2404.14219) | `qkv_proj` and `gate_up_proj`; a part of each head rotates; longrope |
 //!
@@ -51,6 +52,8 @@
 mod attention;
 mod block;
 mod delta_net;
+mod gemma4_attention;
+mod per_layer_input;
 mod rotary;
 
 use kernels::quantized::{blocks, is_quantized};
@@ -60,10 +63,11 @@ use tch::{Device, Kind, Tensor};
 use block::LlamaBlock;
 pub use decoder::{DecoderConfig, Family, LayerType, LinearAttention, Mixture};
 pub(crate) use decoder::{EMBEDDING, LM_HEAD};
+use per_layer_input::PerLayerEmbedding;
 use rotary::Rotaries;
 
 use crate::embedding::Embedding;
-use crate::error::{self, Result};
+use crate::error::{self, Error, Result};
 use crate::init::Init;
 use crate::key_value_cache::{CacheShape, RecurrentShape};
 use crate::linear::{Linear, dense_kind, placeholder};
@@ -77,6 +81,7 @@ use crate::norm::RmsNorm;
 #[derive(Debug)]
 pub struct Llama {
     embed_tokens: Embedding,
+    per_layer: Option<PerLayerEmbedding>,
     layers: Vec<Box<dyn Block>>,
     norm: RmsNorm,
     lm_head: Box<dyn LossHead>,
@@ -120,6 +125,7 @@ impl Llama {
             true => Embedding::from(placeholder(vocab_size, options.1)?),
             false => Embedding::new(vocab_size, hidden_size, init, options)?,
         };
+        let per_layer = PerLayerEmbedding::new(config, init, of_block)?;
         let block = |layer| -> Result<Box<dyn Block>> {
             wrap(
                 layer,
@@ -142,6 +148,7 @@ impl Llama {
             LogitTransform { scale: 1.0 / config.logits_scaling, softcap: config.final_logit_softcapping };
         Ok(Self {
             embed_tokens,
+            per_layer,
             layers,
             norm: norm(config, hidden_size, options)?,
             lm_head: Box::new(ProjectionHead::with_transform(head, transform)),
@@ -166,13 +173,20 @@ fn embedding_scale(config: &DecoderConfig, kind: Kind) -> f64 {
     if !config.family.is_gemma() {
         return config.embedding_multiplier;
     }
-    let root = Tensor::from((config.hidden_size as f64).sqrt()).to_kind(kind).double_value(&[]);
-    root * config.embedding_multiplier
+    rounded_root(config.hidden_size, kind) * config.embedding_multiplier
+}
+
+/// The square root of a width, rounded to a dtype.
+fn rounded_root(width: i64, kind: Kind) -> f64 {
+    Tensor::from((width as f64).sqrt()).to_kind(kind).double_value(&[])
 }
 
 impl Module for Llama {
     fn visit<'a>(&'a self, visitor: &mut Visitor<'a, '_>) {
         visitor.part("embed_tokens", &self.embed_tokens);
+        if let Some(per_layer) = &self.per_layer {
+            visitor.part("", per_layer);
+        }
         for (index, layer) in self.layers.iter().enumerate() {
             visitor.part(&format!("layers.{index}"), &**layer);
         }
@@ -182,6 +196,7 @@ impl Module for Llama {
 
     fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
         visitor.embedding("embed_tokens", &mut self.embed_tokens)?;
+        self.per_layer.as_mut().map_or(Ok(()), |per_layer| visitor.part("", per_layer))?;
         for (index, layer) in self.layers.iter_mut().enumerate() {
             visitor.block(&format!("layers.{index}"), layer)?;
         }
@@ -198,8 +213,27 @@ impl LanguageModel for Llama {
         if scale != 1.0 {
             x = x.try_mul_scalar(scale)?;
         }
-        for layer in &self.layers {
-            x = layer.forward(&x, &context)?;
+        let of_layers =
+            self.per_layer.as_ref().map(|part| part.inputs(input.tokens, &x, &context)).transpose()?;
+        // Keys and values that later layers attend to, by the layer that made them.
+        let mut keys: Vec<(usize, [Tensor; 2])> = Vec::new();
+        for (index, layer) in self.layers.iter().enumerate() {
+            if self.config.gemma4.is_none() {
+                x = layer.forward(&x, &context)?;
+                continue;
+            }
+            let source = self.config.key_layer(index);
+            let shared = keys.iter().find(|(of, _)| *of == source);
+            let mut values: Vec<&Tensor> =
+                std::iter::once(&x).chain(of_layers.as_ref().map(|all| &all[index])).collect();
+            values.extend(shared.iter().flat_map(|(_, keys)| keys));
+            let results = layer.forward_with(&values, &context)?;
+            let mut results = results.into_iter();
+            let (next, k, v) = (results.next(), results.next(), results.next());
+            x = next.ok_or_else(|| Error::invalid("model", format!("layer {index} has no result")))?;
+            if let (Some(k), Some(v)) = (k, v) {
+                keys.push((index, [k, v]));
+            }
         }
         self.norm.forward(&x)
     }
@@ -219,7 +253,6 @@ impl LanguageModel for Llama {
     }
 
     fn cache_shape(&self) -> Option<CacheShape> {
-        let DecoderConfig { num_key_value_heads: heads, head_dim: head, .. } = self.config;
         let weight = &self.embed_tokens.weight;
         let linear = self.config.linear_layers();
         let recurrent = self.config.linear_attention.map(|sizes| RecurrentShape {
@@ -231,13 +264,18 @@ impl LanguageModel for Llama {
             window: sizes.window - 1,
         });
         Some(CacheShape {
-            layers: self.layers.len() - linear,
+            layers: (0..self.layers.len())
+                .filter(|&layer| !self.config.is_linear(layer) && self.config.key_layer(layer) == layer)
+                .map(|layer| [self.config.layer_kv_heads(layer), self.config.layer_head_dim(layer)])
+                .collect(),
             recurrent,
-            heads,
-            head,
             kind: if is_quantized(weight) { Kind::BFloat16 } else { weight.kind() },
             device: weight.device(),
         })
+    }
+
+    fn has_separate_blocks(&self) -> bool {
+        self.config.gemma4.is_none()
     }
 
     fn cache_limit(&self) -> Option<i64> {

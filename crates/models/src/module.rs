@@ -100,6 +100,15 @@ pub trait Attention: Module {
     /// # Errors
     /// A tensor of the wrong shape, dtype or device.
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor>;
+
+    /// Maps [`Attention::forward`]'s input, and the values of other layers after it, to its result and the values that other layers need
+    /// of this one: keys and values that layers share. See [`Block::forward_with`].
+    ///
+    /// # Errors
+    /// As [`Attention::forward`]; another number of values.
+    fn forward_with(&self, values: &[&Tensor], context: &Context<'_>) -> Result<Vec<Tensor>> {
+        Ok(vec![self.forward(only(values)?, context)?])
+    }
 }
 
 /// The position-wise part of a block.
@@ -147,6 +156,39 @@ pub trait Block: Module {
     /// # Errors
     /// A tensor of the wrong shape, dtype or device.
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor>;
+
+    /// Maps [`Block::forward`]'s input, and other values after it, to its result and the values that later layers need of this one. A
+    /// model whose layers share tensors passes them through here and not through its own state: a block that is recomputed, or whose
+    /// tensors are elsewhere, gets them again in backward, and their gradients add up.
+    ///
+    /// # Errors
+    /// As [`Block::forward`]; another number of values.
+    fn forward_with(&self, values: &[&Tensor], context: &Context<'_>) -> Result<Vec<Tensor>> {
+        Ok(vec![self.forward(only(values)?, context)?])
+    }
+}
+
+/// Returns the one value of a part that takes no others.
+fn only<'a>(values: &[&'a Tensor]) -> Result<&'a Tensor> {
+    match values {
+        [x] => Ok(x),
+        _ => {
+            let reason = format!("{} values for a part of a layer that takes one", values.len());
+            Err(Error::invalid("model part", reason))
+        }
+    }
+}
+
+/// Returns the one result of a part that has no others, for a [`Block::forward`] that is a [`Block::forward_with`].
+///
+/// # Errors
+/// Another number of results.
+pub fn one(results: Vec<Tensor>) -> Result<Tensor> {
+    let [result] = <[Tensor; 1]>::try_from(results).map_err(|results| {
+        let reason = format!("{} results of a part of a layer where one is expected", results.len());
+        Error::invalid("model part", reason)
+    })?;
+    Ok(result)
 }
 
 /// The output projection and the loss, which a technique may fuse.
@@ -273,6 +315,11 @@ pub trait LanguageModel: Module {
     /// get longer: `longrope` has other frequencies for long rows. `None` for other models.
     fn cache_limit(&self) -> Option<i64> {
         None
+    }
+
+    /// Whether a block takes and returns one value, so that one can be measured alone. Blocks that share keys do not.
+    fn has_separate_blocks(&self) -> bool {
+        true
     }
 
     /// Its configuration as a flat JSON object, which a resumed training compares: it has what the shapes of tensors do not say,

@@ -144,6 +144,14 @@ impl RmsNorm {
     }
 }
 
+/// Normalises `[…, width]` as an [`RmsNorm`] whose weights are 1.
+///
+/// # Errors
+/// Errors of libtorch.
+pub(crate) fn rms_norm_without_weight(x: &Tensor, eps: f64) -> Result<Tensor> {
+    rms_norm(x, None, options(TensorLayout::of(x)?.kind(), eps))
+}
+
 /// Returns the dtype of two tensors of one dtype, shape and device.
 fn one_kind(x: &Tensor, update: &Tensor) -> Result<Option<Kind>> {
     let (x, update) = (TensorLayout::of(x)?, TensorLayout::of(update)?);

@@ -15,11 +15,11 @@
 use std::sync::Arc;
 
 use models::Result;
-use models::module::{Block, Context, FunctionalCall, Module, OwnedContext, Visitor, VisitorMut};
+use models::module::{Block, Context, FunctionalCall, Module, OwnedContext, Visitor, VisitorMut, one};
 use runtime::autograd::{Checkpoint, GradMode, apply_any};
 use tch::Tensor;
 
-use crate::engine::{Engine, Fetched, Lease};
+use crate::engine::{Engine, Fetched, Lease, SegmentBackward};
 use crate::error::refused;
 use crate::function::{Fetch, LayerRunner, OffloadFunction, OverlapOffloadFunction};
 use crate::kept_graph::KeepingOffloadFunction;
@@ -53,9 +53,9 @@ impl OffloadedLayer {
     }
 
     /// Starts a forward; returns whether it records a graph.
-    fn begin(&self, x: &Tensor) -> Result<bool> {
+    fn begin(&self, values: &[&Tensor]) -> Result<bool> {
         self.engine.begin_forward()?;
-        Ok(self.block.records(x))
+        Ok(self.block.records(values))
     }
 }
 
@@ -96,25 +96,33 @@ methods! {
 
 impl Block for OffloadBlock {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        if self.0.begin(x_btd)? {
+        one(self.forward_with(&[x_btd], context)?)
+    }
+
+    fn forward_with(&self, values: &[&Tensor], context: &Context<'_>) -> Result<Vec<Tensor>> {
+        if self.0.begin(values)? {
             let reason = format!(
                 "`{}` is offloaded for inference, but gradients are recorded; use Method::Overlap, or disable gradients",
                 self.0.block.name()
             );
             return Err(refused("method", reason));
         }
-        self.0.runner().forward::<Fetched>(x_btd, context)
+        self.0.runner().forward::<Fetched>(values, context)
     }
 }
 
 impl Block for OffloadBlockWithCheckpointing {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        if !self.0.begin(x_btd)? {
-            return self.0.runner().forward::<Fetched>(x_btd, context);
+        one(self.forward_with(&[x_btd], context)?)
+    }
+
+    fn forward_with(&self, values: &[&Tensor], context: &Context<'_>) -> Result<Vec<Tensor>> {
+        if !self.0.begin(values)? {
+            return self.0.runner().forward::<Fetched>(values, context);
         }
         let (runner, context) = (self.0.runner(), OwnedContext::from(context));
         let versions_at_forward = runner.engine.versions_at_forward(runner.layer)?;
-        let segment = move |[x]: [&Tensor; 1]| {
+        let segment = move |values: &[&Tensor]| {
             // The segment runs without recording in forward, and with it in backward.
             let direction = if GradMode::enabled() { Direction::Backward } else { Direction::Forward };
             runner.engine.check_unchanged(runner.layer, &versions_at_forward)?;
@@ -128,47 +136,66 @@ impl Block for OffloadBlockWithCheckpointing {
             };
             let fetch = Fetch { runner: runner.clone(), direction, compute: span.clone() };
             let leaves = apply_any(fetch, &inputs)?;
-            let Some(span) = span else {
-                return Ok([runner.run(&leaves, x, &context.borrow(), direction)?]);
-            };
             // After the load, so that autograd ends the span before it stores the gradients.
-            let x = span.ends_at(x)?;
-            Ok([span.begins_at(&runner.run(&leaves, &x, &context.borrow(), direction)?)?])
+            within_span(span.as_ref(), values, |values| {
+                runner.run(&leaves, values, &context.borrow(), direction)
+            })
         };
-        let [y_btd] = recomputed(segment, x_btd, &self.0.engine, self.0.number)?;
-        Ok(y_btd)
+        recomputed(segment, values, &self.0.engine, self.0.number)
     }
 }
 
-/// Runs a recomputed segment, whose input is in host memory between its passes if those of offloaded layers are.
-fn recomputed<F>(segment: F, x: &Tensor, engine: &Engine, number: usize) -> runtime::Result<[Tensor; 1]>
+/// Runs a recomputed segment, whose inputs are in host memory between its passes if those of offloaded layers are.
+fn recomputed<F>(segment: F, values: &[&Tensor], engine: &Engine, number: usize) -> Result<Vec<Tensor>>
 where
-    F: Fn([&Tensor; 1]) -> runtime::Result<[Tensor; 1]> + Send + 'static,
+    F: Fn(&[&Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
 {
-    match engine.input_storage(number) {
-        Some(storage) => Checkpoint::default().run_with_storage(segment, [x], Arc::new(storage)),
-        None => Checkpoint::default().run(segment, [x]),
+    let storage = engine.input_storage(number).map(|storage| Arc::new(storage) as _);
+    Checkpoint::default().run_any_with_storage(segment, values, storage)
+}
+
+/// Runs `body` on `values`. If there is a span, its ends are marked on the first of the values and of the results, the residual stream.
+fn within_span(
+    span: Option<&SegmentBackward>,
+    values: &[&Tensor],
+    body: impl FnOnce(&[&Tensor]) -> Result<Vec<Tensor>>,
+) -> Result<Vec<Tensor>> {
+    let (Some(span), Some((x, others))) = (span, values.split_first()) else { return body(values) };
+    let x = span.ends_at(x)?;
+    let values: Vec<&Tensor> = std::iter::once(&x).chain(others.iter().copied()).collect();
+    let mut results = body(&values)?;
+    if let Some(y) = results.first_mut() {
+        *y = span.begins_at(y)?;
     }
+    Ok(results)
 }
 
 impl Block for OffloadBlockWithFunction {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        if !self.0.begin(x_btd)? {
-            return self.0.runner().forward::<Fetched>(x_btd, context);
+        one(self.forward_with(&[x_btd], context)?)
+    }
+
+    fn forward_with(&self, values: &[&Tensor], context: &Context<'_>) -> Result<Vec<Tensor>> {
+        if !self.0.begin(values)? {
+            return self.0.runner().forward::<Fetched>(values, context);
         }
-        OffloadFunction::apply(self.0.runner(), x_btd, context)
+        OffloadFunction::apply(self.0.runner(), values, context)
     }
 }
 
 impl Block for OverlapOffloadBlock {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        if !self.0.begin(x_btd)? {
-            return self.0.runner().forward::<Lease>(x_btd, context);
+        one(self.forward_with(&[x_btd], context)?)
+    }
+
+    fn forward_with(&self, values: &[&Tensor], context: &Context<'_>) -> Result<Vec<Tensor>> {
+        if !self.0.begin(values)? {
+            return self.0.runner().forward::<Lease>(values, context);
         }
         if self.0.engine.options().keep.contains(&self.0.number) {
-            return KeepingOffloadFunction::apply(self.0.runner(), x_btd, context);
+            return KeepingOffloadFunction::apply(self.0.runner(), values, context);
         }
-        OverlapOffloadFunction::apply(self.0.runner(), x_btd, context)
+        OverlapOffloadFunction::apply(self.0.runner(), values, context)
     }
 }
 
@@ -198,28 +225,28 @@ impl Module for ResidentBlock {
 
 impl Block for ResidentBlock {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        one(self.forward_with(&[x_btd], context)?)
+    }
+
+    fn forward_with(&self, values: &[&Tensor], context: &Context<'_>) -> Result<Vec<Tensor>> {
         let (part, engine, number) = (self.block.shared(), self.engine.clone(), self.number);
-        if !self.block.records(x_btd) || engine.options().keep.contains(&number) {
-            let run = || part.run(|block| block.forward(x_btd, context));
+        if !self.block.records(values) || engine.options().keep.contains(&number) {
+            let run = || part.run(|block| block.forward_with(values, context));
             return engine.computing(number, Direction::Forward, run);
         }
         let context = OwnedContext::from(context);
         let (name, named) = (self.block.name().to_owned(), handles(&self.block));
         let versions_at_forward = TensorVersions::of(&named)?;
-        let segment = move |[x]: [&Tensor; 1]| {
+        let segment = move |values: &[&Tensor]| {
             let direction = if GradMode::enabled() { Direction::Backward } else { Direction::Forward };
             unchanged(&versions_at_forward, &name, &named)?;
-            let run = |x: &Tensor| {
-                let run = || part.run(|block| block.forward(x, &context.borrow()));
+            let span = engine.segment_backward(number).filter(|_| direction == Direction::Backward);
+            within_span(span.as_ref(), values, |values| {
+                let run = || part.run(|block| block.forward_with(values, &context.borrow()));
                 engine.computing(number, direction, run)
-            };
-            match engine.segment_backward(number).filter(|_| direction == Direction::Backward) {
-                Some(span) => Ok([span.begins_at(&run(&span.ends_at(x)?)?)?]),
-                None => Ok([run(x)?]),
-            }
+            })
         };
-        let [y_btd] = recomputed(segment, x_btd, &self.engine, number)?;
-        Ok(y_btd)
+        recomputed(segment, values, &self.engine, number)
     }
 }
 

@@ -1,4 +1,5 @@
-//! A layer as one autograd function: y = f(x; w), with w on the device only while f runs.
+//! A layer as one autograd function: y = f(x; w), with w on the device only while f runs. x and y are the layer's values: the residual
+//! stream, and what it shares with other layers.
 //!
 //! Forward loads w, computes y without a graph, and frees w; only x is saved. Backward loads w again, recomputes f with a
 //! graph, and computes from ∂L/∂y both ∂L/∂x, which it returns, and ∂L/∂w, which is copied to the host. The cost is one more
@@ -13,10 +14,11 @@ use std::fmt;
 use models::module::{Block, Context, OwnedContext, SharedModule};
 use runtime::autograd::{
     Backward, Forward, Function, GradMode, Keep, SavedTensorStorage, Settings, StoredTensor,
-    ThreadLocalState, apply_always, backward_with,
+    ThreadLocalState, apply_always_any, backward_with,
 };
 use runtime::{precision, profile};
 use tch::Tensor;
+use training::activations::LayerStorage;
 
 use crate::engine::{Engine, Fetched, Lease, Outstanding, SegmentBackward};
 use crate::error::{Result, refused};
@@ -65,21 +67,25 @@ impl LayerRunner {
     pub(crate) fn run(
         &self,
         leaves: &[Tensor],
-        x: &Tensor,
+        values: &[&Tensor],
         context: &Context<'_>,
         direction: Direction,
-    ) -> Result<Tensor> {
+    ) -> Result<Vec<Tensor>> {
         self.engine.computing(self.number, direction, || {
             // The leaves are made for one use.
             let _uncached = precision::uncached();
-            self.block.functional_call(leaves, |block| block.forward(x, context))
+            self.block.functional_call(leaves, |block| block.forward_with(values, context))
         })
     }
 
     /// Loads the layer, runs it without a graph, and frees it.
-    pub(crate) fn forward<D: OnDevice>(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+    pub(crate) fn forward<D: OnDevice>(
+        &self,
+        values: &[&Tensor],
+        context: &Context<'_>,
+    ) -> Result<Vec<Tensor>> {
         let on_device = D::begin(&self.engine, self.layer, Direction::Forward)?;
-        self.run(on_device.leaves(), x, context, Direction::Forward)
+        self.run(on_device.leaves(), values, context, Direction::Forward)
     }
 }
 
@@ -98,8 +104,10 @@ pub(crate) struct OffloadFunction {
 
 /// State that a forward saves for its backward.
 struct Kept {
-    /// The input in host memory; `None` where it is among the saved tensors.
-    input: Option<Box<dyn StoredTensor>>,
+    /// The number of inputs.
+    count: usize,
+    /// The inputs in host memory; `None` where they are among the saved tensors.
+    inputs: Option<Vec<Box<dyn StoredTensor>>>,
     state: ThreadLocalState,
     /// The settings of the block's forward; `None` until it has run.
     settings: Option<Settings>,
@@ -116,120 +124,156 @@ impl OffloadFunction {
         Self { runner, context: OwnedContext::from(context), kept: None }
     }
 
-    pub(crate) fn apply(runner: LayerRunner, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        let [y] = apply_always(Self::new(runner, context), &[x])?;
-        Ok(y)
+    pub(crate) fn apply(
+        runner: LayerRunner,
+        values: &[&Tensor],
+        context: &Context<'_>,
+    ) -> Result<Vec<Tensor>> {
+        apply_always_any(Self::new(runner, context), values)
     }
 
-    fn forward_as<D: OnDevice>(&mut self, ctx: &mut Forward<'_>, x: &Tensor) -> Result<Vec<Tensor>> {
+    fn forward_as<D: OnDevice>(&mut self, ctx: &mut Forward<'_>, values: &[&Tensor]) -> Result<Vec<Tensor>> {
         if ctx.will_run_backward() {
             let LayerRunner { engine, layer, number, .. } = &self.runner;
-            let input = engine.input_storage(*number).map(|storage| storage.pack(x)).transpose()?;
-            if input.is_none() {
-                ctx.save(x);
+            let storage = engine.input_storage(*number);
+            let pack = |storage: LayerStorage| {
+                values.iter().map(|value| storage.pack(value)).collect::<runtime::Result<Vec<_>>>()
+            };
+            let inputs = storage.map(pack).transpose()?;
+            if inputs.is_none() {
+                values.iter().for_each(|value| ctx.save(value));
             }
             self.kept = Some(Kept {
-                input,
+                count: values.len(),
+                inputs,
                 state: ThreadLocalState::capture(true)?,
                 settings: None,
                 versions_at_forward: engine.versions_at_forward(*layer)?,
                 outstanding: engine.outstanding(*layer),
             });
         }
-        let (y, settings) = Settings::of(|| self.runner.forward::<D>(x, &self.context.borrow()));
-        let y = y?;
+        let (results, settings) = Settings::of(|| self.runner.forward::<D>(values, &self.context.borrow()));
+        let results = results?;
         if let Some(kept) = &mut self.kept {
             kept.settings = Some(settings);
-            kept.input.as_ref().map_or(Ok(()), |input| input.wait())?;
+            kept.inputs.iter().flatten().try_for_each(|input| input.wait())?;
         }
-        Ok(vec![y])
+        Ok(results)
     }
 
     fn backward_as<D: OnDevice>(
         &self,
         ctx: &mut Backward,
-        gradient: Option<Tensor>,
+        gradients: &[Option<Tensor>],
     ) -> Result<Vec<Option<Tensor>>> {
         ctx.check_replay("offload")?;
         let LayerRunner { engine, layer, number, .. } = &self.runner;
-        let Some(Kept { input, state, settings, versions_at_forward, outstanding }) = &self.kept else {
+        let Some(Kept { count, inputs, state, settings, versions_at_forward, outstanding }) = &self.kept
+        else {
             return Err(refused("function", "its forward recorded nothing"));
         };
         if ctx.may_overwrite_saved() {
             outstanding.end();
         }
-        let Some(gradient) = gradient else { return Ok(vec![None]) };
+        if gradients.iter().all(Option::is_none) {
+            return Ok((0..*count).map(|_| None).collect());
+        }
         engine.at_backward_end(ctx)?;
         engine.check_unchanged(*layer, versions_at_forward)?;
-        let x = match input {
-            Some(input) => input.unpack()?,
-            None => ctx.take_saved().pop().ok_or_else(|| refused("function", "its input was not saved"))?,
+        let saved = match inputs {
+            // In reverse, since each starts the copy of the one that was stored before it.
+            Some(inputs) => {
+                let reversed: Result<Vec<Tensor>> = inputs.iter().rev().map(|input| input.unpack()).collect();
+                reversed?.into_iter().rev().collect()
+            }
+            None => ctx.take_saved(),
         };
-        let x = x.f_detach()?.f_set_requires_grad(ctx.needs_input_grad(0))?;
+        if saved.len() != *count {
+            return Err(refused("function", "its inputs were not saved"));
+        }
+        let leaf = |(index, value): (usize, Tensor)| -> Result<Tensor> {
+            Ok(value.f_detach()?.f_set_requires_grad(ctx.needs_input_grad(index))?)
+        };
+        let values: Vec<Tensor> = saved.into_iter().enumerate().map(leaf).collect::<Result<_>>()?;
+        let borrowed: Vec<&Tensor> = values.iter().collect();
         let on_device = D::begin(engine, *layer, Direction::Backward)?;
         engine.computing(*number, Direction::Backward, || {
-            let y = {
+            let results = {
                 let _recompute = profile::recompute();
                 let _state = state.enter()?;
                 let _grad = GradMode::on();
                 // After the state of the forward, whose policy it is.
                 let _uncached = precision::uncached();
                 let block = &self.runner.block;
-                let (y, second) = Settings::of(|| {
+                let (results, second) = Settings::of(|| {
                     block.functional_call(on_device.leaves(), |block| {
-                        block.forward(&x, &self.context.borrow())
+                        block.forward_with(&borrowed, &self.context.borrow())
                     })
                 });
                 // A run that had no memory for its rest has noted less.
-                let ended = !y.as_ref().is_err_and(|error| error.is_out_of_memory());
+                let ended = !results.as_ref().is_err_and(|error| error.is_out_of_memory());
                 if let Some(first) = settings.filter(|_| ended) {
                     first.check(second, "offload")?;
                 }
-                y?
+                results?
             };
-            if y.requires_grad() {
-                let _grad = GradMode::on();
-                backward_with(&[&y], &[Some(&gradient)], Keep::default())?;
-            }
-            Ok(())
+            differentiate(&results, gradients, Keep::default())
         })?;
         engine.deliver(*layer, on_device.leaves())?;
-        Ok(vec![Some(x.f_grad()?).filter(Tensor::defined)])
+        values.iter().map(|value| Ok(Some(value.f_grad()?).filter(Tensor::defined))).collect()
     }
 }
 
+/// Runs the backward of a layer's results that have a gradient.
+pub(crate) fn differentiate(results: &[Tensor], gradients: &[Option<Tensor>], keep: Keep) -> Result<()> {
+    let (reached, upstream): (Vec<&Tensor>, Vec<Option<&Tensor>>) = results
+        .iter()
+        .zip(gradients)
+        .filter(|(result, gradient)| gradient.is_some() && result.requires_grad())
+        .map(|(result, gradient)| (result, gradient.as_ref()))
+        .unzip();
+    if reached.is_empty() {
+        return Ok(());
+    }
+    let _grad = GradMode::on();
+    Ok(backward_with(&reached, &upstream, keep)?)
+}
+
 impl OverlapOffloadFunction {
-    pub(crate) fn apply(runner: LayerRunner, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        let [y] = apply_always(Self(OffloadFunction::new(runner, context)), &[x])?;
-        Ok(y)
+    pub(crate) fn apply(
+        runner: LayerRunner,
+        values: &[&Tensor],
+        context: &Context<'_>,
+    ) -> Result<Vec<Tensor>> {
+        apply_always_any(Self(OffloadFunction::new(runner, context)), values)
     }
 }
 
 impl Function for OffloadFunction {
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
-        self.forward_as::<Fetched>(ctx, inputs[0])
+        self.forward_as::<Fetched>(ctx, inputs)
     }
 
     fn backward(
         &self,
         ctx: &mut Backward,
-        mut grads: Vec<Option<Tensor>>,
+        grads: Vec<Option<Tensor>>,
     ) -> runtime::Result<Vec<Option<Tensor>>> {
-        self.backward_as::<Fetched>(ctx, grads.remove(0))
+        self.backward_as::<Fetched>(ctx, &grads)
     }
 }
 
 impl Function for OverlapOffloadFunction {
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
-        self.0.forward_as::<Lease>(ctx, inputs[0])
+        self.0.forward_as::<Lease>(ctx, inputs)
     }
 
     fn backward(
         &self,
         ctx: &mut Backward,
-        mut grads: Vec<Option<Tensor>>,
+        grads: Vec<Option<Tensor>>,
     ) -> runtime::Result<Vec<Option<Tensor>>> {
-        self.0.backward_as::<Lease>(ctx, grads.remove(0))
+        self.0.backward_as::<Lease>(ctx, &grads)
     }
 }
 

@@ -7,14 +7,14 @@
 use std::cell::RefCell;
 
 use models::module::{Context, OwnedContext};
-use runtime::autograd::{Backward, Forward, Function, GradMode, Keep, apply_always, backward_with, set_grad};
+use runtime::autograd::{Backward, Forward, Function, GradMode, Keep, apply_always_any, set_grad};
 use runtime::memory::MovableMemory;
 use tch::Tensor;
 use training::layer_source::set_placeholder;
 
 use crate::engine::{Lease, Outstanding};
 use crate::error::{Result, refused};
-use crate::function::{LayerRunner, OnDevice};
+use crate::function::{LayerRunner, OnDevice, differentiate};
 use crate::schedule::Direction;
 use crate::storage::TensorVersions;
 
@@ -30,6 +30,8 @@ struct Recorded {
     /// The layer's values at the forward.
     versions_at_forward: TensorVersions,
     outstanding: Outstanding,
+    /// The number of the layer's values.
+    inputs: usize,
     /// Taken by the last backward.
     graph: RefCell<Option<Graph>>,
 }
@@ -39,105 +41,117 @@ struct Graph {
     memory: MovableMemory,
     /// Views of `memory`: the graph's leaves.
     leaves: Vec<Tensor>,
-    /// The leaf of the layer's input, whose gradient is asked for. It has its shape, without its memory, which the graph keeps if it
-    /// needs it.
-    x: Tensor,
-    /// Its history, without its memory.
-    y: Tensor,
+    /// The leaves of the layer's values, whose gradients are asked for. They have their shapes, without their memory, which the graph keeps
+    /// if it needs it.
+    values: Vec<Tensor>,
+    /// The layer's results with their history, the first without its memory.
+    results: Vec<Tensor>,
 }
 
 impl KeepingOffloadFunction {
-    pub(crate) fn apply(runner: LayerRunner, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+    pub(crate) fn apply(
+        runner: LayerRunner,
+        values: &[&Tensor],
+        context: &Context<'_>,
+    ) -> Result<Vec<Tensor>> {
         let function = Self { runner, context: OwnedContext::from(context), recorded: None };
-        let [y] = apply_always(function, &[x])?;
-        Ok(y)
+        apply_always_any(function, values)
     }
 
-    fn run(&mut self, ctx: &Forward<'_>, x: &Tensor) -> Result<Tensor> {
+    fn run(&mut self, ctx: &Forward<'_>, values: &[&Tensor]) -> Result<Vec<Tensor>> {
         let (runner, context) = (&self.runner, self.context.borrow());
         if !ctx.will_run_backward() {
-            return runner.forward::<Lease>(x, &context);
+            return runner.forward::<Lease>(values, &context);
         }
         let LayerRunner { engine, layer, .. } = runner;
         let versions_at_forward = engine.versions_at_forward(*layer)?;
         let outstanding = engine.outstanding(*layer);
         let lease = Lease::begin(engine, *layer, Direction::Forward)?;
         let (memory, leaves) = engine.movable_leaves(*layer)?;
-        // Shares the memory and the version of the layer's input, not its history.
-        let x = x.f_detach()?.f_set_requires_grad(ctx.needs_input_grad(0))?;
-        let mut y = {
+        // They share the memory and the version of the layer's values, not their history.
+        let leaf = |(index, value): (usize, &&Tensor)| -> Result<Tensor> {
+            Ok(value.f_detach()?.f_set_requires_grad(ctx.needs_input_grad(index))?)
+        };
+        let values: Vec<Tensor> = values.iter().enumerate().map(leaf).collect::<Result<_>>()?;
+        let mut results = {
             let _attached = lease.attach(&memory)?;
             let _grad = GradMode::on();
-            // Another tensor than the leaf: what saves it has the memory that the leaf loses.
-            let x = x.f_view_as(&x)?;
-            runner.run(&leaves, &x, &context, Direction::Forward)?
+            // Other tensors than the leaves: what saves them has the memory that the leaves lose.
+            let views: Vec<Tensor> =
+                values.iter().map(|value| Ok(value.f_view_as(value)?)).collect::<Result<_>>()?;
+            runner.run(&leaves, &views.iter().collect::<Vec<_>>(), &context, Direction::Forward)?
         };
-        set_placeholder(&x)?;
-        let output = y.f_detach()?;
-        // A block may return its input.
-        if !y.f_is_leaf()? {
+        values.iter().try_for_each(set_placeholder)?;
+        let outputs: Vec<Tensor> =
+            results.iter().map(|result| Ok(result.f_detach()?)).collect::<Result<_>>()?;
+        // Of the residual stream alone, which nothing in the graph has saved: attention has saved keys that later layers share. A block
+        // may return its input.
+        if let Some(y) = results.first_mut().filter(|y| y.f_is_leaf().is_ok_and(|is_leaf| !is_leaf)) {
             y.f_set_data(&Tensor::f_empty([0], (y.kind(), y.device()))?)?;
         }
-        let graph = RefCell::new(Some(Graph { memory, leaves, x, y }));
-        self.recorded = Some(Recorded { versions_at_forward, outstanding, graph });
-        Ok(output)
+        let inputs = values.len();
+        let graph = RefCell::new(Some(Graph { memory, leaves, values, results }));
+        self.recorded = Some(Recorded { versions_at_forward, outstanding, inputs, graph });
+        Ok(outputs)
     }
 
-    fn run_backward(&self, ctx: &Backward, gradient: Option<Tensor>) -> Result<Option<Tensor>> {
+    fn run_backward(&self, ctx: &Backward, gradients: &[Option<Tensor>]) -> Result<Vec<Option<Tensor>>> {
         ctx.check_replay("offload")?;
         let LayerRunner { engine, layer, .. } = &self.runner;
-        let Some(Recorded { versions_at_forward, outstanding, graph }) = &self.recorded else {
+        let Some(Recorded { versions_at_forward, outstanding, inputs, graph }) = &self.recorded else {
             return Err(refused("function", "its forward recorded nothing"));
         };
         let is_last = ctx.may_overwrite_saved();
         if is_last {
             outstanding.end();
         }
-        let Some(gradient) = gradient else { return Ok(None) };
+        if gradients.iter().all(Option::is_none) {
+            return Ok((0..*inputs).map(|_| None).collect());
+        }
         engine.at_backward_end(ctx)?;
         engine.check_unchanged(*layer, versions_at_forward)?;
         let mut graph = graph.borrow_mut();
         let Some(recorded) = graph.as_ref() else {
             return Err(refused("function", "its graph was freed"));
         };
-        let input_gradient = self.differentiate(recorded, &gradient, !is_last);
+        let input_gradients = self.differentiate(recorded, gradients, !is_last);
         if is_last {
             *graph = None;
         } else {
             // A backward that failed leaves gradients behind, which the next one would add to.
-            recorded.leaves.iter().chain([&recorded.x]).try_for_each(|leaf| set_grad(leaf, None))?;
+            recorded.leaves.iter().chain(&recorded.values).try_for_each(|leaf| set_grad(leaf, None))?;
         }
-        input_gradient
+        input_gradients
     }
 
     /// Loads the layer and runs the graph's backward.
-    fn differentiate(&self, own: &Graph, gradient: &Tensor, keeps_graph: bool) -> Result<Option<Tensor>> {
+    fn differentiate(
+        &self,
+        own: &Graph,
+        gradients: &[Option<Tensor>],
+        keeps_graph: bool,
+    ) -> Result<Vec<Option<Tensor>>> {
         let LayerRunner { engine, layer, number, .. } = &self.runner;
         let lease = Lease::begin(engine, *layer, Direction::Backward)?;
         engine.computing(*number, Direction::Backward, || {
-            if own.y.requires_grad() {
-                let _attached = lease.attach(&own.memory)?;
-                let _grad = GradMode::on();
-                let keep = Keep { graph: keeps_graph, ..Keep::default() };
-                backward_with(&[&own.y], &[Some(gradient)], keep)?;
-            }
-            Ok(())
+            let _attached = lease.attach(&own.memory)?;
+            differentiate(&own.results, gradients, Keep { graph: keeps_graph, ..Keep::default() })
         })?;
         engine.deliver(*layer, &own.leaves)?;
-        Ok(Some(own.x.f_grad()?).filter(Tensor::defined))
+        own.values.iter().map(|value| Ok(Some(value.f_grad()?).filter(Tensor::defined))).collect()
     }
 }
 
 impl Function for KeepingOffloadFunction {
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> runtime::Result<Vec<Tensor>> {
-        Ok(vec![self.run(ctx, inputs[0])?])
+        self.run(ctx, inputs)
     }
 
     fn backward(
         &self,
         ctx: &mut Backward,
-        mut grads: Vec<Option<Tensor>>,
+        grads: Vec<Option<Tensor>>,
     ) -> runtime::Result<Vec<Option<Tensor>>> {
-        Ok(vec![self.run_backward(ctx, grads.remove(0))?])
+        self.run_backward(ctx, &grads)
     }
 }

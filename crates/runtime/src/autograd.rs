@@ -59,7 +59,7 @@ mod thread_local_state;
 
 pub use checkpoint::{Checkpoint, checkpoint};
 pub use engine::{GradMode, Keep, backward, backward_with, clear_gradients, grad, gradients, set_grad};
-pub use function::{Backward, Forward, Function, apply, apply_always, apply_any};
+pub use function::{Backward, Forward, Function, apply, apply_always, apply_always_any, apply_any};
 pub use gradcheck::{GradcheckConfig, GradcheckReport, gradcheck};
 pub use gradient_hook::{GradientHook, mark_written};
 pub use saved_tensor_storage::{SavedTensorStorage, StoredTensor};

@@ -1,6 +1,7 @@
 //! Keys and values kept for generation: `2·L·a·b·s·n·k` elements (`L` layers of `a` attentions, `b` sequences of `s`
 //! tokens, `n` key-value heads of width `k`). Grouped-query attention divides it by `heads / kv_heads`. A layer with linear attention keeps for
-//! each sequence, however long, a state in fp32 and the last inputs of its convolution.
+//! each sequence, however long, a state in fp32 and the last inputs of its convolution. A layer that attends to the keys of another keeps
+//! nothing.
 //!
 //! ```
 //! use accounting::{Dtype, decoder_flops::Workload, memory::kv_cache, presets};
@@ -19,18 +20,24 @@ use crate::{Dtype, Error, exact};
 pub fn bytes(model: &Decoder, work: Workload, dtype: Dtype) -> Result<u64, Error> {
     work.tokens()?;
     check_positions(model, work.sequence)?;
-    let elements = exact::product(
-        "elements of the key-value cache",
-        &[
-            2,
-            model.layers - model.linear.map_or(0, |linear| linear.layers),
-            model.family.attentions(),
-            work.batch,
-            work.sequence,
-            model.kv_heads,
-            model.head_dim,
-        ],
-    )?;
+    let of_layers = |layers, kv_heads, head_dim| {
+        exact::product(
+            "elements of the key-value cache",
+            &[2, layers, model.family.attentions(), work.batch, work.sequence, kv_heads, head_dim],
+        )
+    };
+    let elements = match &model.gemma4 {
+        None => {
+            let layers = model.layers - model.linear.map_or(0, |linear| linear.layers);
+            of_layers(layers, model.kv_heads, model.head_dim)?
+        }
+        Some(sizes) => {
+            let kinds = model.layer_kinds(sizes).into_iter().filter(|kind| !kind.shares);
+            let each: Result<Vec<u64>, Error> =
+                kinds.map(|kind| of_layers(kind.layers, kind.kv_heads, kind.head_dim)).collect();
+            exact::sum("elements of the key-value cache", each?)?
+        }
+    };
     let states = [dtype.bytes(elements)?, recurrent_bytes(model, work.batch, dtype)?];
     exact::sum("bytes of the cache", states)
 }

@@ -1,6 +1,6 @@
 //! Parameters of published models, and of lists against counts.
 
-use crate::model::{Decoder, ExpertSizes, Family, LinearSizes, Sizes};
+use crate::model::{Decoder, ExpertSizes, Family, Gemma4Sizes, LinearSizes, Sizes, WindowedLayers};
 use crate::presets;
 
 #[test]
@@ -66,6 +66,7 @@ fn published_parameter_counts_of_other_families() {
             experts: None,
             linear: None,
             windows: None,
+            gemma4: None,
         });
         assert_eq!(model.unwrap().parameters().unwrap(), parameters, "{family:?}");
     }
@@ -198,6 +199,70 @@ fn parameter_counts_of_linear_attention() {
         assert_eq!(listed.iter().map(|tensor| tensor.elements().unwrap()).sum::<u64>(), total);
         let of_linear = listed.iter().filter(|tensor| tensor.name.ends_with("linear_attn.A_log")).count();
         assert_eq!(of_linear as u64, layers);
+    }
+}
+
+/// Those that transformers counts of Gemma 4 E2B, E4B and 31B.
+#[test]
+fn parameter_counts_of_gemma4() {
+    let e2b = Gemma4Sizes {
+        full: 7,
+        head_dim: 512,
+        kv_heads: 1,
+        keys_are_values: false,
+        shared: 20,
+        shared_full: 4,
+        shared_feed_forward: 2,
+        per_layer_input: 256,
+        per_layer_vocabulary: 262_144,
+    };
+    let e4b = Gemma4Sizes { kv_heads: 2, shared: 18, shared_full: 3, shared_feed_forward: 1, ..e2b };
+    let large = Gemma4Sizes {
+        full: 10,
+        kv_heads: 4,
+        keys_are_values: true,
+        shared: 0,
+        shared_full: 0,
+        shared_feed_forward: 1,
+        per_layer_input: 0,
+        ..e2b
+    };
+    // Hidden, layers, heads, key-value heads, feed-forward; window.
+    for (gemma4, [hidden, layers, heads, kv_heads, feed_forward], tokens, total) in [
+        (e2b, [1536, 35, 8, 1, 6144], 512, 4_628_569_344_u64),
+        (e4b, [2560, 42, 8, 2, 10240], 512, 7_463_013_376),
+        (large, [5376, 60, 32, 16, 21504], 1024, 30_697_345_280),
+    ] {
+        let sizes = Sizes {
+            family: Family::Gemma4,
+            embedding: hidden,
+            hidden,
+            layers,
+            heads,
+            kv_heads,
+            feed_forward,
+            windows: Some(WindowedLayers { layers: layers - gemma4.full, tokens }),
+            gemma4: Some(gemma4),
+            ..*presets::find("gemma-3-1b").unwrap()
+        };
+        let model = Decoder::new(sizes).unwrap();
+        assert_eq!((model.parameters().unwrap(), model.active_parameters().unwrap()), (total, total));
+        let parts: u64 = model.parameters_by_part().unwrap().iter().map(|(_, n)| n).sum();
+        assert_eq!(parts, total);
+        let error = model.check_passes(8).unwrap_err().to_string();
+        assert!(error.contains("the activations of gemma4_text are not modelled"), "{error}");
+        let error = model.parameter_tensors().unwrap_err().to_string();
+        assert!(error.contains("the layers of gemma4_text differ"), "{error}");
+        // Keys and values of the layers that have some.
+        let own =
+            [layers - gemma4.full - (gemma4.shared - gemma4.shared_full), gemma4.full - gemma4.shared_full];
+        let token = 2 * 2 * (own[0] * kv_heads * 256 + own[1] * gemma4.kv_heads * 512);
+        assert_eq!(crate::memory::kv_cache::token_bytes(&model, crate::Dtype::Bf16).unwrap(), token);
+        let wrong = Gemma4Sizes { shared: layers, ..gemma4 };
+        let error = Decoder::new(Sizes { gemma4: Some(wrong), ..sizes }).unwrap_err().to_string();
+        assert!(error.contains("share keys"), "{error}");
+        let error = Decoder::new(Sizes { gemma4: None, ..sizes }).unwrap_err().to_string();
+        assert!(error.contains("gemma4_text has no sizes"), "{error}");
     }
 }
 

@@ -42,13 +42,13 @@ fn a_file_that_is_not_a_config_is_refused() {
     check(
         parse("{}"),
         expect![
-            "config.json: field `model_type` is missing; known are llama, qwen2, qwen3, qwen3_moe, qwen3_5_text, qwen3_5_moe_text, gpt_oss, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, phi3, gpt2, gpt2-like"
+            "config.json: field `model_type` is missing; known are llama, qwen2, qwen3, qwen3_moe, qwen3_5_text, qwen3_5_moe_text, gpt_oss, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, gemma4_text, phi3, gpt2, gpt2-like"
         ],
     );
     check(
         parse(r#"{"model_type": "mamba"}"#),
         expect![
-            "config.json: field `model_type` is `mamba`, which is unknown; known are llama, qwen2, qwen3, qwen3_moe, qwen3_5_text, qwen3_5_moe_text, gpt_oss, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, phi3, gpt2, gpt2-like"
+            "config.json: field `model_type` is `mamba`, which is unknown; known are llama, qwen2, qwen3, qwen3_moe, qwen3_5_text, qwen3_5_moe_text, gpt_oss, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, gemma4_text, phi3, gpt2, gpt2-like"
         ],
     );
     check(

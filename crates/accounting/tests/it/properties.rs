@@ -42,6 +42,7 @@ fn models() -> impl Strategy<Value = Decoder> {
                 experts: None,
                 linear: None,
                 windows: None,
+                gemma4: None,
             })
             .unwrap()
         },

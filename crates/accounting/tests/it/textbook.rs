@@ -46,6 +46,7 @@ fn kept_tensors_match_what_torch_saves() {
             experts: None,
             linear: None,
             windows: None,
+            gemma4: None,
         };
         let work = Workload { batch: 2, sequence: 128 };
         let step = step(recipe, AttentionKernel::Flash, Recompute::None, work);

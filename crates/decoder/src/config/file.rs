@@ -6,7 +6,7 @@ use serde_json::{Map, Value, json};
 use super::rope_file::{self, RopeFields, Written};
 use super::window_file::{rotary_layers, windows};
 use super::{AttentionPath, DecoderConfig, WHAT};
-use super::{linear_attention, mixture};
+use super::{gemma4, linear_attention, mixture};
 use crate::error::{Error, Result};
 use crate::family::{AttentionBias, Family, Windows, why_not};
 
@@ -62,7 +62,7 @@ pub(super) struct HuggingFace {
     #[serde(default, deserialize_with = "named::num_key_value_heads")]
     num_key_value_heads: Option<i64>,
     #[serde(default, deserialize_with = "named::head_dim")]
-    head_dim: Option<i64>,
+    pub(super) head_dim: Option<i64>,
     #[serde(default, deserialize_with = "named::max_position_embeddings")]
     max_position_embeddings: Option<i64>,
     #[serde(default, deserialize_with = "named::rms_norm_eps")]
@@ -204,7 +204,10 @@ impl TryFrom<HuggingFace> for DecoderConfig {
 
         // Layers: windows, rotation, dropouts.
         check_activation(&mut file, family)?;
-        let (sliding_window, layer_types) = windows(&mut file, family)?;
+        let (sliding_window, mut layer_types) = windows(&mut file, family)?;
+        if facts.is_gemma4 {
+            layer_types = gemma4::layer_types(&file, layer_types);
+        }
         let rotary_layers = if facts.has_unrotated_layers { rotary_layers(&file)? } else { Vec::new() };
         if facts.has_unrotated_layers {
             file.other.shift_remove("no_rope_layers");
@@ -223,6 +226,7 @@ impl TryFrom<HuggingFace> for DecoderConfig {
         let rope = rope_file::read(&mut file, family, positions)?;
         let (hidden, heads) = (file.hidden_size, file.num_attention_heads);
         let head_dim = file.head_dim.or(facts.head_dim);
+        let kv_heads = file.num_key_value_heads.unwrap_or(heads);
         if head_dim.is_none() && heads > 0 && hidden.checked_rem(heads) != Some(0) {
             return Err(refuse(format!(
                 "`num_attention_heads` {heads} does not divide `hidden_size` {hidden}; take a divisor, or give `head_dim`"
@@ -231,13 +235,16 @@ impl TryFrom<HuggingFace> for DecoderConfig {
 
         // Factors of the families that have them.
         let (has_factors, gemma) = (facts.has_multipliers, family.is_gemma());
+        // The scores of a Gemma 4, whose queries and keys are normalized, have no factor.
+        let has_scalar = gemma && !facts.is_gemma4;
         let mut number = |name: &str, is_read: bool| if is_read { file.take_number(name) } else { Ok(None) };
         let embedding_multiplier = number("embedding_multiplier", has_factors)?.unwrap_or(1.0);
         let attention_multiplier =
-            number("attention_multiplier", has_factors)?.or(has_factors.then_some(1.0));
+            number("attention_multiplier", has_factors)?.or((has_factors || facts.is_gemma4).then_some(1.0));
         let residual_multiplier = number("residual_multiplier", has_factors)?.unwrap_or(1.0);
         let logits_scaling = number("logits_scaling", has_factors)?.unwrap_or(1.0);
-        let query_pre_attn_scalar = number("query_pre_attn_scalar", gemma)?.or(gemma.then_some(256.0));
+        let query_pre_attn_scalar =
+            number("query_pre_attn_scalar", has_scalar)?.or(has_scalar.then_some(256.0));
 
         // Caps have the family's default only where the file has no such field; null is no cap.
         let mut cap = |name: &str, is_read: bool, default: Option<f64>| match file.other.contains_key(name) {
@@ -251,6 +258,7 @@ impl TryFrom<HuggingFace> for DecoderConfig {
 
         let linear_attention =
             facts.has_linear_layers.then(|| linear_attention::read(&mut file)).transpose()?;
+        let gemma4 = facts.is_gemma4.then(|| gemma4::read(&mut file, &layer_types, kv_heads)).transpose()?;
         let mixture = facts.has_experts.then(|| mixture::read(&mut file, facts)).transpose()?;
         let of_experts = mixture
             .as_ref()
@@ -266,7 +274,7 @@ impl TryFrom<HuggingFace> for DecoderConfig {
             intermediate_size,
             num_hidden_layers: file.num_hidden_layers,
             num_attention_heads: file.num_attention_heads,
-            num_key_value_heads: file.num_key_value_heads.unwrap_or(file.num_attention_heads),
+            num_key_value_heads: kv_heads,
             head_dim: head_dim.unwrap_or(hidden / heads.max(1)),
             max_position_embeddings: positions,
             rms_norm_eps: file.rms_norm_eps.unwrap_or(facts.eps),
@@ -295,6 +303,7 @@ impl TryFrom<HuggingFace> for DecoderConfig {
             final_logit_softcapping,
             mixture,
             linear_attention,
+            gemma4,
             attention: AttentionPath::default(),
             other_fields: file.other,
         };
@@ -340,13 +349,18 @@ impl From<DecoderConfig> for HuggingFace {
         }
         if family.is_gemma() {
             put("hidden_activation", json!(GELU_TANH));
-            put("query_pre_attn_scalar", integral(config.query_pre_attn_scalar.unwrap_or(256.0)));
+            if !facts.is_gemma4 {
+                put("query_pre_attn_scalar", integral(config.query_pre_attn_scalar.unwrap_or(256.0)));
+            }
             put("final_logit_softcapping", json!(config.final_logit_softcapping));
         }
         for (name, value) in config.mixture.iter().flat_map(mixture::write) {
             put(name, value);
         }
         for (name, value) in config.linear_attention.iter().flat_map(linear_attention::write) {
+            put(name, value);
+        }
+        for (name, value) in config.gemma4.iter().flat_map(|gemma4| gemma4::write(&config, gemma4)) {
             put(name, value);
         }
         if facts.softcaps.is_some() {
@@ -367,7 +381,7 @@ impl From<DecoderConfig> for HuggingFace {
             rms_norm_eps: Some(config.rms_norm_eps),
             rope_parameters: Some(parameters),
             rope_scaling: scaling,
-            rope_theta: Some(theta),
+            rope_theta: theta,
             tie_word_embeddings: Some(config.tie_word_embeddings),
             attention_bias: matches!(
                 facts.attention_bias,

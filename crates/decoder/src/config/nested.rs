@@ -7,7 +7,8 @@ use serde_json::{Map, Value, json};
 use crate::strict_json;
 
 /// `model_type` of such a model, and that of its text model.
-const NESTED: [(&str, &str); 2] = [("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text")];
+const NESTED: [(&str, &str); 3] =
+    [("qwen3_5", "qwen3_5_text"), ("qwen3_5_moe", "qwen3_5_moe_text"), ("gemma4", "gemma4_text")];
 
 /// Fields that stand beside the text model's and hold for it, if it does not have them itself.
 const SHARED: [&str; 5] =

@@ -16,7 +16,7 @@ use serde_json::{Map, Value, json};
 
 use super::file::{HuggingFace, integral, refuse};
 use super::{DecoderConfig, LayerType, LongRope};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::family::Family;
 use crate::rope::{Frequencies, Scaling, Yarn};
 
@@ -79,7 +79,10 @@ impl RopeSpellings {
     /// # Errors
     /// [`Error::Config`](crate::Error::Config): spellings that disagree.
     pub fn join(self, family: Family) -> Result<[RopeFields; 2]> {
-        let Self { parameters, scaling, theta, local_theta, partial } = self;
+        let Self { mut parameters, scaling, theta, local_theta, partial } = self;
+        if family.facts().is_gemma4 && parameters.is_none() && scaling.is_none() {
+            parameters = Some(default_of_gemma4());
+        }
         if family.facts().local_theta.is_none() {
             let full = scaling.filter(|older| !older.is_empty()).or(parameters).unwrap_or_default();
             let full = full.with(THETA, THETA, theta)?.with(PARTIAL, PARTIAL, partial)?;
@@ -98,6 +101,13 @@ impl RopeSpellings {
         let local = local.unwrap_or_default().with(THETA, LOCAL_THETA, local_theta)?;
         Ok([full.with(THETA, THETA, theta)?, local])
     }
+}
+
+fn unknown_scaling(name: &str) -> Error {
+    refuse(format!(
+        "the rotary embedding has the scaling `{name}`; expected default, linear, dynamic, yarn or llama3, longrope of Phi-3, or proportional \
+         of Gemma 4"
+    ))
 }
 
 /// An optional number of the rotary embedding.
@@ -192,6 +202,10 @@ impl RopeFields {
                 original_positions: self.optional(ORIGINAL)?.unwrap_or(positions as f64),
             }),
             "dynamic" => Ok(Scaling::Dynamic { factor: self.number("factor")? }),
+            "proportional" => Ok(Scaling::Proportional {
+                share: self.optional(PARTIAL)?.unwrap_or(1.0),
+                factor: self.optional("factor")?.unwrap_or(1.0),
+            }),
             "yarn" => {
                 let original_positions = self.optional(ORIGINAL)?.unwrap_or(positions as f64);
                 let [beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim] =
@@ -207,9 +221,7 @@ impl RopeFields {
                     truncate: self.flag(TRUNCATE)?,
                 }))
             }
-            other => Err(refuse(format!(
-                "the rotary embedding has the scaling `{other}`; expected default, linear, dynamic, yarn or llama3, or longrope of Phi-3"
-            ))),
+            other => Err(unknown_scaling(other)),
         }
     }
 
@@ -232,6 +244,13 @@ impl RopeFields {
             Scaling::None => ("default", json!({})),
             Scaling::Linear { factor } => ("linear", json!({ "factor": factor })),
             Scaling::Dynamic { factor } => ("dynamic", json!({ "factor": factor })),
+            Scaling::Proportional { share, factor } => {
+                let mut fields = json!({ PARTIAL: share });
+                if factor != 1.0 {
+                    fields["factor"] = json!(factor);
+                }
+                ("proportional", fields)
+            }
             Scaling::Yarn(yarn) => {
                 let mut fields =
                     json!({ "factor": yarn.factor, ORIGINAL: integral(yarn.original_positions) });
@@ -287,7 +306,13 @@ pub(super) fn read(file: &mut HuggingFace, family: Family, positions: i64) -> Re
             file.other.insert(name.to_owned(), value.clone());
         }
     }
-    let partial = full.optional(PARTIAL)?.or(facts.partial_rotation).unwrap_or(1.0);
+    if full.kind() == "proportional" && !facts.is_gemma4 {
+        return Err(unknown_scaling(full.kind()));
+    }
+    // Of proportional scaling it is a number of the scaling.
+    let partial =
+        if facts.is_gemma4 && full.kind() == "proportional" { None } else { full.optional(PARTIAL)? };
+    let partial = partial.or(facts.partial_rotation).unwrap_or(1.0);
     if partial != 1.0 && facts.partial_rotation.is_none() {
         return Err(refuse(format!(
             "`partial_rotary_factor` is {partial}; expected 1, since heads of this family rotate as a whole"
@@ -324,19 +349,28 @@ fn default_of_gpt_oss() -> RopeFields {
     RopeFields { rope_type: Some("yarn".to_owned()), numbers }
 }
 
+/// The rotary embedding of a Gemma 4 without one in its file.
+fn default_of_gemma4() -> RopeFields {
+    let numbers = json!({
+        (LayerType::Full.name()): { "rope_type": "proportional", PARTIAL: 0.25, THETA: 1e6 },
+        (LayerType::Sliding.name()): { "rope_type": "default", THETA: 1e4 },
+    });
+    RopeFields { rope_type: None, numbers: numbers.as_object().cloned().unwrap_or_default() }
+}
+
 /// The fields that a file gets.
 pub(super) struct Written {
     /// `rope_parameters`.
     pub(super) parameters: RopeFields,
     /// `rope_scaling`; `None` where there is no scaling, and where the older spelling has no place for one.
     pub(super) scaling: Option<RopeFields>,
-    /// `rope_theta`.
-    pub(super) theta: f64,
+    /// `rope_theta`; `None` for a Gemma 4, which has the newer spelling alone.
+    pub(super) theta: Option<f64>,
 }
 
 /// Returns the fields of both spellings, and inserts those that are not of the embedding alone into `other`.
 pub(super) fn write(config: &DecoderConfig, other: &mut Map<String, Value>) -> Written {
-    let theta = config.rope.theta;
+    let theta = (!config.family.facts().is_gemma4).then_some(config.rope.theta);
     let mut parameters = RopeFields::from_frequencies(&config.rope);
     for name in OF_IMAGES {
         if let Some(value) = other.shift_remove(name) {
@@ -351,7 +385,11 @@ pub(super) fn write(config: &DecoderConfig, other: &mut Map<String, Value>) -> W
             let rope = RopeFields::from_frequencies(rope);
             (layers.name().to_owned(), serde_json::to_value(rope).unwrap_or_default())
         };
-        other.insert(LOCAL_THETA.to_owned(), json!(local.theta));
+        if theta.is_none() {
+            scaling = None;
+        } else {
+            other.insert(LOCAL_THETA.to_owned(), json!(local.theta));
+        }
         parameters = RopeFields { rope_type: None, numbers: both.into_iter().map(entry).collect() };
         return Written { parameters, scaling, theta };
     }

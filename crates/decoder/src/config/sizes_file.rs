@@ -96,6 +96,7 @@ impl Fields<'_> {
             experts: None,
             linear: None,
             windows: None,
+            gemma4: None,
         })
     }
 
@@ -118,6 +119,7 @@ impl Fields<'_> {
             experts: None,
             linear: None,
             windows: None,
+            gemma4: None,
         })
     }
 

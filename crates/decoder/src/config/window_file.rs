@@ -10,8 +10,13 @@ use crate::family::{Family, WindowRule, Windows};
 
 /// Returns the window and the layers' types.
 pub(super) fn windows(file: &mut HuggingFace, family: Family) -> Result<(Option<i64>, Vec<LayerType>)> {
-    if file.get::<bool>("use_bidirectional_attention")? == Some(true) {
-        return Err(refuse("`use_bidirectional_attention` is true; expected causal attention".to_owned()));
+    let bidirectional = file.other.get("use_bidirectional_attention");
+    // The images of a Gemma 4 attend to each other, and its text is causal.
+    let of_images = family.facts().is_gemma4 && bidirectional == Some(&Value::from("vision"));
+    if let Some(value) =
+        bidirectional.filter(|value| !of_images && !matches!(value, Value::Null | Value::Bool(false)))
+    {
+        return Err(refuse(format!("`use_bidirectional_attention` is {value}; expected causal attention")));
     }
     let names: Option<Vec<String>> = file.take("layer_types")?;
     let types: Option<Vec<LayerType>> =

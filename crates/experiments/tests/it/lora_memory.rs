@@ -37,6 +37,7 @@ const SIZES: Sizes = Sizes {
     experts: None,
     linear: None,
     windows: None,
+    gemma4: None,
 };
 const BATCH: i64 = 2;
 const SEQUENCE: i64 = 128;

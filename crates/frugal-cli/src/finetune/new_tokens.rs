@@ -68,6 +68,13 @@ pub(super) fn add(
              give --dtype bfloat16"
         );
     }
+    let has_second_embedding = folder.config().gemma4.is_some_and(|gemma4| gemma4.per_layer_input > 0);
+    if needed > stored && has_second_embedding {
+        bail!(
+            "the new tokens need {needed} rows, and the model has {stored}: its second embedding, `embed_tokens_per_layer`, would need rows for \
+             them, too, which an adapter's file has no place for; name tokens of the vocabulary, such as its unused ones"
+        );
+    }
     let new = rows.len();
     if needed > stored {
         common.note(&format!(

@@ -210,6 +210,7 @@ impl ModelArgs {
             experts: None,
             linear: None,
             windows: None,
+            gemma4: None,
         })
     }
 

@@ -15,7 +15,7 @@ use tch::{Device, Kind, Tensor};
 const LOGITS: f64 = 1e-4;
 const LOSS: f64 = 1e-5;
 const GRADIENT: f64 = 1e-4;
-const FAMILIES: [&str; 18] = [
+const FAMILIES: [&str; 20] = [
     "llama",
     "qwen2",
     "qwen3",
@@ -32,6 +32,8 @@ const FAMILIES: [&str; 18] = [
     "olmo2",
     "gemma3",
     "gemma2",
+    "gemma4",
+    "gemma4_k_eq_v",
     "phi3",
     "phi3_long",
 ];

@@ -128,6 +128,13 @@ impl Weights {
         Ok(Self { path: path.to_owned(), files, locations, quantized, beside, gguf: None, vocabulary: None })
     }
 
+    /// Leaves out the projections of keys and values, and their norms, that files have for layers which attend to the keys of another.
+    pub(super) fn leave_out_shared_keys(&mut self, config: &DecoderConfig) {
+        self.locations.retain(|name, _| config.uses_tensor(name));
+        self.quantized.retain(|name, _| config.uses_tensor(name));
+        self.beside.retain(|name, _| config.uses_tensor(name));
+    }
+
     /// Decides whether the head is the embedding, as transformers 5 does: a configuration that ties them is followed unless the files have
     /// both with different values. A copy of the embedding under the head's name is left out, and a single matrix under the head's name is
     /// the embedding.

@@ -4,18 +4,25 @@
 //! x = x + m·post(attention(pre(x)))
 //! x = x + m·post(mlp(pre(x)))         each pre and post is an RMS norm or nothing, m the residual multiplier
 //! ```
+//!
+//! A block of Gemma 4 then adds its [layer's input](super::per_layer_input) and multiplies by `layer_scalar`. Its values
+//! ([`Block::forward_with`]) are x, that input, and the keys and values of another layer that it attends to; its results are x, and its
+//! own keys and values where later layers attend to them.
 
-use decoder::{BiasOption, LINEAR_ATTENTION, NormPlacement};
+use decoder::{BiasOption, LAYER_SCALAR, LINEAR_ATTENTION, NormPlacement};
 use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use super::attention::SelfAttention;
 use super::delta_net::GatedDeltaNet;
+use super::gemma4_attention::Gemma4Attention;
+use super::per_layer_input::PerLayerInput;
 use super::{DecoderConfig, rotary::Rotary};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::init::Init;
+use crate::linear::dense_kind;
 use crate::mixture::SparseMlp;
-use crate::module::{Attention, Block, Context, Mlp, Module, Visitor, VisitorMut};
+use crate::module::{Attention, Block, Context, Mlp, Module, Visitor, VisitorMut, one};
 use crate::norm::RmsNorm;
 use crate::swiglu::{Geglu, JointSwiglu, Swiglu};
 
@@ -29,6 +36,9 @@ pub(super) struct LlamaBlock {
     norms: Vec<(&'static str, RmsNorm)>,
     placement: NormPlacement,
     residual_multiplier: f64,
+    per_layer: Option<PerLayerInput>,
+    /// `[1]`, the factor of the result.
+    layer_scalar: Option<Tensor>,
 }
 
 impl LlamaBlock {
@@ -39,12 +49,16 @@ impl LlamaBlock {
         init: Init,
         options: (Kind, Device),
     ) -> Result<Self> {
-        let &DecoderConfig { family, hidden_size, intermediate_size, .. } = config;
+        let &DecoderConfig { family, hidden_size, .. } = config;
+        let intermediate_size = config.layer_intermediate_size(layer);
         // The layer's number among those of its kind, by which it finds its part of a cache.
         let linear = (0..layer).filter(|&layer| config.is_linear(layer)).count();
         let (attention_name, attention): (_, Box<dyn Attention>) = match config.linear_attention {
             Some(sizes) if config.is_linear(layer) => {
                 (LINEAR_ATTENTION, Box::new(GatedDeltaNet::new(config, sizes, linear, init, options)?))
+            }
+            _ if config.gemma4.is_some() => {
+                ("self_attn", Box::new(Gemma4Attention::new(config, rope, layer, init, options)?))
             }
             _ => {
                 let index = layer - linear;
@@ -62,6 +76,7 @@ impl LlamaBlock {
             Box::new(Swiglu::new(hidden_size, intermediate_size, bias, init, options)?)
         };
         let norm = |&name| Ok((name, super::norm(config, hidden_size, options)?));
+        let scalar = config.gemma4.map(|_| Tensor::f_ones([1], (dense_kind(options.0), options.1)));
         Ok(Self {
             attention,
             attention_name,
@@ -69,7 +84,24 @@ impl LlamaBlock {
             norms: family.norm_names().iter().map(norm).collect::<Result<_>>()?,
             placement: family.facts().norms,
             residual_multiplier: config.residual_multiplier,
+            per_layer: PerLayerInput::new(config, init, options)?,
+            layer_scalar: scalar.transpose()?,
         })
+    }
+
+    /// Divides the block's values into x, the layer's input, and the keys and values of another layer.
+    fn divide<'a, 'v>(
+        &self,
+        values: &'v [&'a Tensor],
+    ) -> Result<(&'a Tensor, Option<&'a Tensor>, &'v [&'a Tensor])> {
+        match (values, &self.per_layer) {
+            ([x, keys @ ..], None) => Ok((x, None, keys)),
+            ([x, input, keys @ ..], Some(_)) => Ok((x, Some(input), keys)),
+            _ => {
+                let expected = if self.per_layer.is_some() { "x and the layer's input" } else { "x" };
+                Err(Error::invalid("block", format!("{} values; expected {expected} at least", values.len())))
+            }
+        }
     }
 
     /// Returns the norms before and after the first (0) or second (1) branch.
@@ -101,24 +133,41 @@ impl Module for LlamaBlock {
         for (name, norm) in &self.norms {
             visitor.part(name, norm);
         }
+        if let Some(per_layer) = &self.per_layer {
+            visitor.part("", per_layer);
+        }
+        if let Some(scalar) = &self.layer_scalar {
+            visitor.buffer(LAYER_SCALAR, scalar);
+        }
     }
 
     fn visit_mut(&mut self, visitor: &mut VisitorMut<'_>) -> Result<()> {
         visitor.attention(self.attention_name, &mut self.attention)?;
         visitor.mlp("mlp", &mut self.mlp)?;
-        self.norms.iter_mut().try_for_each(|(name, norm)| visitor.part(name, norm))
+        self.norms.iter_mut().try_for_each(|(name, norm)| visitor.part(name, norm))?;
+        self.per_layer.as_mut().map_or(Ok(()), |per_layer| visitor.part("", per_layer))?;
+        self.layer_scalar.as_mut().map_or(Ok(()), |scalar| visitor.buffer(LAYER_SCALAR, scalar))
     }
 }
 
 impl Block for LlamaBlock {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        one(self.forward_with(&[x_btd], context)?)
+    }
+
+    fn forward_with(&self, values: &[&Tensor], context: &Context<'_>) -> Result<Vec<Tensor>> {
+        let (x_btd, input, keys) = self.divide(values)?;
         // Without a norm, a node of its own adds up a branch's gradients before the residual's, as a norm does: sums have one order,
         // whether the branch is recomputed or not.
         let normed = match self.around(0) {
             [Some(norm), _] => norm.forward(x_btd)?,
             [None, _] => x_btd.f_alias()?,
         };
-        let update = self.after(0, self.attention.forward(&normed, context)?)?;
+        let of_attention: Vec<&Tensor> = std::iter::once(&normed).chain(keys.iter().copied()).collect();
+        let mut attended = self.attention.forward_with(&of_attention, context)?.into_iter();
+        drop(of_attention);
+        let update = attended.next().ok_or_else(|| Error::invalid("block", "attention has no result"))?;
+        let update = self.after(0, update)?;
         drop(normed);
         let (x, normed) = match self.around(1) {
             [Some(norm), _] => norm.add(x_btd, &update)?,
@@ -131,6 +180,14 @@ impl Block for LlamaBlock {
         drop(update);
         let update = self.after(1, self.mlp.forward(&normed, context)?)?;
         drop(normed);
-        Ok(x.f_add(&update)?)
+        let mut x = x.f_add(&update)?;
+        drop(update);
+        if let (Some(per_layer), Some(input)) = (&self.per_layer, input) {
+            x = per_layer.add(&x, input, context)?;
+        }
+        if let Some(scalar) = &self.layer_scalar {
+            x = x.f_mul(&scalar.f_to_kind(x.kind())?)?;
+        }
+        Ok(std::iter::once(x).chain(attended).collect())
     }
 }

@@ -14,14 +14,24 @@ pub(super) struct Rotaries {
     all: Vec<(Frequencies, Rotary)>,
 }
 
+/// Widths of a layer's heads and of their columns that rotate.
+fn widths(config: &DecoderConfig, layer: usize) -> [i64; 2] {
+    match config.gemma4 {
+        // Its scaling decides which pairs rotate.
+        Some(_) => [config.layer_head_dim(layer); 2],
+        None => [config.head_dim, config.rotary_dim()],
+    }
+}
+
 impl Rotaries {
     /// Creates the tables that the layers use.
     pub(super) fn new(config: &DecoderConfig, device: Device) -> Result<Self> {
         let mut all: Vec<(Frequencies, Rotary)> = Vec::new();
         for layer in 0..usize::try_from(config.num_hidden_layers).unwrap_or(0) {
             let Some(frequencies) = config.layer_rope(layer) else { continue };
-            if all.iter().all(|(other, _)| other != frequencies) {
-                all.push((*frequencies, Rotary::new(config, frequencies, device)?));
+            let widths = widths(config, layer);
+            if !all.iter().any(|(other, rotary)| other == frequencies && rotary.widths() == widths) {
+                all.push((*frequencies, Rotary::new(config, frequencies, widths, device)?));
             }
         }
         Ok(Self { all })
@@ -30,7 +40,10 @@ impl Rotaries {
     /// Returns the rotary embedding of a layer; `None` for a layer without.
     pub(super) fn of_layer(&self, config: &DecoderConfig, layer: usize) -> Option<Rotary> {
         let frequencies = config.layer_rope(layer)?;
-        self.all.iter().find(|(other, _)| other == frequencies).map(|(_, rotary)| rotary.clone())
+        let widths = widths(config, layer);
+        let mut all = self.all.iter();
+        let own = all.find(|(other, rotary)| *other == *frequencies && rotary.widths() == widths);
+        own.map(|(_, rotary)| rotary.clone())
     }
 }
 
@@ -46,12 +59,17 @@ pub(super) struct Rotary {
 }
 
 impl Rotary {
-    fn new(config: &DecoderConfig, frequencies: &Frequencies, device: Device) -> Result<Self> {
-        let (width, positions) = (config.rotary_dim(), config.max_position_embeddings);
+    fn new(
+        config: &DecoderConfig,
+        frequencies: &Frequencies,
+        [head, width]: [i64; 2],
+        device: Device,
+    ) -> Result<Self> {
+        let positions = config.max_position_embeddings;
         let angles = frequencies.angles(width).map_err(error::decoder)?;
         let Some(rope) = &config.long_rope else {
             let table = RotaryTable::from_angles(angles, frequencies.amplitude(), positions, device)?;
-            return Ok(Self { table, long: None, head: config.head_dim, width });
+            return Ok(Self { table, long: None, head, width });
         };
         let amplitude = rope.amplitude(positions);
         let table = |factors: &[f64], positions: i64| {
@@ -60,7 +78,11 @@ impl Rotary {
         };
         let short = table(&rope.short_factor, positions.min(rope.original_positions))?;
         let long = (rope.original_positions, table(&rope.long_factor, positions)?);
-        Ok(Self { table: short, long: Some(long), head: config.head_dim, width })
+        Ok(Self { table: short, long: Some(long), head, width })
+    }
+
+    fn widths(&self) -> [i64; 2] {
+        [self.head, self.width]
     }
 
     /// Returns whether all columns of a head rotate.
@@ -82,6 +104,11 @@ impl Rotary {
             Ok(Tensor::f_cat(&[rotated, rest], 3)?)
         };
         Ok((joined(rotated_q, &q)?, joined(rotated_k, &k)?))
+    }
+
+    /// Rotates `q` `[b, t, heads, head]`, whose whole heads rotate, alone.
+    pub(super) fn rotate_queries(&self, q: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        self.table(q, context)?.rotate_queries(q, context.positions)
     }
 
     /// The table of this batch, whose longest row decides.

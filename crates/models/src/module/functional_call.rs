@@ -81,10 +81,11 @@ impl<P: Module + ?Sized> FunctionalCall<P> {
         self.part.clone()
     }
 
-    /// Returns whether a forward on `x` records a graph: gradients are enabled, and the input or a tensor of the part requires one.
-    pub fn records(&self, x: &Tensor) -> bool {
+    /// Returns whether a forward on `values` records a graph: gradients are enabled, and an input or a tensor of the part requires one.
+    pub fn records(&self, values: &[&Tensor]) -> bool {
         GradMode::enabled()
-            && (x.requires_grad() || self.named.iter().any(|(_, tensor, _)| tensor.requires_grad()))
+            && (values.iter().any(|value| value.requires_grad())
+                || self.named.iter().any(|(_, tensor, _)| tensor.requires_grad()))
     }
 }
 
@@ -115,6 +116,10 @@ impl<P: Module + ?Sized> Module for FunctionalCall<P> {
 impl Block for FunctionalCall<dyn Block> {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         self.part.run(|block| block.forward(x_btd, context))
+    }
+
+    fn forward_with(&self, values: &[&Tensor], context: &Context<'_>) -> Result<Vec<Tensor>> {
+        self.part.run(|block| block.forward_with(values, context))
     }
 }
 

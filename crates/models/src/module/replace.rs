@@ -74,10 +74,18 @@ impl Block for Vacant {
     fn forward(&self, _: &Tensor, _: &Context<'_>) -> Result<Tensor> {
         Err(vacant())
     }
+
+    fn forward_with(&self, _: &[&Tensor], _: &Context<'_>) -> Result<Vec<Tensor>> {
+        Err(vacant())
+    }
 }
 
 impl Attention for Vacant {
     fn forward(&self, _: &Tensor, _: &Context<'_>) -> Result<Tensor> {
+        Err(vacant())
+    }
+
+    fn forward_with(&self, _: &[&Tensor], _: &Context<'_>) -> Result<Vec<Tensor>> {
         Err(vacant())
     }
 }

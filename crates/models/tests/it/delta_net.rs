@@ -57,7 +57,7 @@ fn a_cache_continues_from_any_token() {
     let shape: CacheShape = model.cache_shape().unwrap();
     let recurrent = shape.recurrent.unwrap();
     let _no_grad = tch::no_grad_guard();
-    assert_eq!((shape.layers, recurrent.layers), (1, 2));
+    assert_eq!((shape.layers.len(), recurrent.layers), (1, 2));
     assert_eq!(recurrent.bytes_per_row(Kind::BFloat16), 2 * (4 * 8 * 12 * 4 + 80 * 3 * 2));
     let decoder = accounting::Decoder::from_config(model.decoder_config()).unwrap();
     let predicted = accounting::memory::kv_cache::recurrent_bytes(&decoder, 1, accounting::Dtype::Bf16);

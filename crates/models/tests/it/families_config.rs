@@ -136,6 +136,47 @@ fn published_files_are_read_as_transformers_reads_them() {
     );
     assert_eq!((gemma2.window(0), gemma2.window(1)), (Some(4096), None));
     assert_eq!((gemma2.attn_logit_softcapping, gemma2.final_logit_softcapping), (Some(50.0), Some(30.0)));
+    // Gemma 4 E2B, whose file nests its text model's. Counts are those of transformers' `Gemma4ForCausalLM`.
+    let types: Vec<&str> =
+        (1..=35).map(|layer| if layer % 5 == 0 { "full_attention" } else { "sliding_attention" }).collect();
+    let fields = json!({
+        "head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": null, "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": true, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144, "sliding_window": 512,
+        "layer_types": types, "final_logit_softcapping": 30.0, "use_bidirectional_attention": null, "enable_moe_block": false,
+        "hidden_activation": "gelu_pytorch_tanh",
+    });
+    let gemma4 = check(Family::Gemma4, [262_144, 1536, 6144, 35, 8, 1], fields, 4_628_569_344);
+    assert_eq!(
+        [0, 13, 14, 15, 19, 34].map(|layer| gemma4.key_layer(layer)),
+        [0, 13, 14, 13, 14, 14],
+        "the last layers of each type before the 20 that share"
+    );
+    assert_eq!((0..35).filter(|&layer| gemma4.gives_keys(layer)).collect::<Vec<_>>(), [13, 14]);
+    assert_eq!([13, 14, 15, 34].map(|layer| gemma4.layer_head_dim(layer)), [256, 512, 256, 512]);
+    assert_eq!([14, 15].map(|layer| gemma4.layer_intermediate_size(layer)), [6144, 12288]);
+    assert_eq!(
+        (gemma4.attention_scale(), gemma4.window(13), gemma4.window(14)),
+        (Some(1.0), Some(512), None)
+    );
+    // transformers' `_compute_proportional_rope_parameters`: 64 pairs of 256 rotate.
+    let angles = gemma4.layer_rope(14).unwrap().angles(512).unwrap();
+    assert!((angles[63] / 1e6f64.powf(-126.0 / 512.0) - 1.0).abs() < 1e-12);
+    assert!(angles[63] > 0.0 && angles[64..].iter().all(|angle| *angle == 0.0));
+    // Gemma 4 31B: values that are keys, and no second embedding.
+    let fields = json!({
+        "head_dim": 256, "global_head_dim": 512, "num_global_key_value_heads": 4, "attention_k_eq_v": true,
+        "hidden_size_per_layer_input": null, "sliding_window": 1024, "use_bidirectional_attention": "vision",
+    });
+    let gemma4 = check(Family::Gemma4, [262_144, 5376, 21504, 60, 32, 16], fields, 30_697_345_280);
+    assert_eq!([4, 5].map(|layer| gemma4.layer_kv_heads(layer)), [16, 4]);
+    assert_eq!([4, 5].map(|layer| gemma4.has_value_projection(layer)), [true, false]);
+    // The last layer attends in full, whatever the list has; the form of transformers 5.
+    let fields = json!({
+        "layer_types": vec!["sliding_attention"; 4], "per_layer_config": { "3": { "head_dim": 64 } }, "head_dim": 8,
+        "vocab_size_per_layer_input": 40, "hidden_size_per_layer_input": 8,
+    });
+    let last = read(&tiny("gemma4_text", &fields)).unwrap();
+    assert_eq!([2, 3].map(|layer| last.layer_head_dim(layer)), [8, 64]);
     // Phi-3-mini-128k, in the older form.
     let factors = |first: f64| (0..48).map(|pair| first + f64::from(pair)).collect::<Vec<_>>();
     let fields = json!({
@@ -293,6 +334,42 @@ fn what_is_not_supported_is_refused_by_name() {
             "`hidden_activation` is `silu`; expected gelu_pytorch_tanh",
         ),
         ("gemma3_text", json!({ "use_bidirectional_attention": true }), "expected causal attention"),
+        (
+            "gemma4_text",
+            json!({ "enable_moe_block": true }),
+            "`enable_moe_block` is true: the mixture of experts of a Gemma 4 is not supported; its dense models are",
+        ),
+        (
+            "gemma4_text",
+            json!({ "num_kv_shared_layers": 4 }),
+            "`num_kv_shared_layers` is 4; expected a number from 0 to 3",
+        ),
+        (
+            "gemma4_text",
+            json!({ "num_kv_shared_layers": 1 }),
+            "layer 3 is a full_attention layer among the last 1 of `num_kv_shared_layers`, and no layer of its type is before them",
+        ),
+        (
+            "gemma4_text",
+            json!({ "vocab_size_per_layer_input": 39 }),
+            "`vocab_size_per_layer_input` is 39 and `vocab_size` 40; expected a row for each token",
+        ),
+        (
+            "gemma4_text",
+            json!({ "per_layer_config": { "3": { "intermediate_size": 8 } } }),
+            "`per_layer_config`: layer 3 has `intermediate_size` 8; expected `head_dim` and `num_key_value_heads` alone",
+        ),
+        (
+            "gemma4_text",
+            json!({ "per_layer_config": { "1": { "head_dim": 8 } } }),
+            "`per_layer_config`: layer 1 has heads of 8 and 2 key-value heads, and other sliding_attention layers 256 and 2",
+        ),
+        (
+            "gemma4_text",
+            json!({ "use_bidirectional_attention": "all" }),
+            "is \"all\"; expected causal attention",
+        ),
+        ("gemma4_text", json!({ "global_head_dim": 7 }), "`global_head_dim` is 7; expected an even width"),
         (
             "gemma2",
             json!({ "layer_types": ["sliding_attention"] }),

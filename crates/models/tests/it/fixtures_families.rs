@@ -143,7 +143,7 @@ impl Case {
         let config = model.decoder_config();
         // Layers that differ are counted, not listed.
         let are_alike = predicted.experts.is_none_or(|experts| experts.layers == predicted.layers);
-        if are_alike && predicted.linear.is_none() {
+        if are_alike && predicted.linear.is_none() && predicted.gemma4.is_none() {
             let listed = predicted.parameter_tensors().unwrap();
             let listed: BTreeSet<_> =
                 listed.into_iter().map(|tensor| (tensor.name, shape(&tensor.shape))).collect();
@@ -210,5 +210,5 @@ macro_rules! families {
 }
 
 families! {
-    llama qwen2 qwen3 qwen3_yarn qwen3_moe qwen3_moe_some qwen3_5 qwen3_5_equal qwen3_5_moe gpt_oss mistral smollm3 granite olmo2 gemma3 gemma2 phi3 phi3_long
+    llama qwen2 qwen3 qwen3_yarn qwen3_moe qwen3_moe_some qwen3_5 qwen3_5_equal qwen3_5_moe gpt_oss mistral smollm3 granite olmo2 gemma3 gemma2 gemma4 gemma4_k_eq_v phi3 phi3_long
 }

@@ -254,13 +254,13 @@ fn an_incomplete_folder_is_refused() {
     refused(
         |folder| change_config(folder, "architectures", json!(["MixtralForCausalLM"])),
         expect![
-            "DIR/config.json: decoder: `architectures` names `MixtralForCausalLM` (of the mixtures of experts, qwen3_moe, qwen3_5_moe_text and gpt_oss are supported); expected one of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, GptOssForCausalLM, MistralForCausalLM, SmolLM3ForCausalLM, GraniteForCausalLM, Olmo2ForCausalLM, Gemma3ForCausalLM, Gemma2ForCausalLM, Phi3ForCausalLM"
+            "DIR/config.json: decoder: `architectures` names `MixtralForCausalLM` (of the mixtures of experts, qwen3_moe, qwen3_5_moe_text and gpt_oss are supported); expected one of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM, GptOssForCausalLM, MistralForCausalLM, SmolLM3ForCausalLM, GraniteForCausalLM, Olmo2ForCausalLM, Gemma3ForCausalLM, Gemma2ForCausalLM, Gemma4ForCausalLM, Phi3ForCausalLM"
         ],
     );
     refused(
         |folder| change_config(folder, "model_type", json!("mixtral")),
         expect![
-            "DIR/config.json: decoder: `model_type` is `mixtral` (of the mixtures of experts, qwen3_moe, qwen3_5_moe_text and gpt_oss are supported); expected one of llama, qwen2, qwen3, qwen3_moe, qwen3_5_text, qwen3_5_moe_text, gpt_oss, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, phi3"
+            "DIR/config.json: decoder: `model_type` is `mixtral` (of the mixtures of experts, qwen3_moe, qwen3_5_moe_text and gpt_oss are supported); expected one of llama, qwen2, qwen3, qwen3_moe, qwen3_5_text, qwen3_5_moe_text, gpt_oss, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, gemma4_text, phi3"
         ],
     );
     refused(
@@ -275,7 +275,7 @@ fn an_incomplete_folder_is_refused() {
             change_config(folder, "architectures", Value::Null);
         },
         expect![
-            "DIR/config.json: decoder: `model_type` is missing; expected one of llama, qwen2, qwen3, qwen3_moe, qwen3_5_text, qwen3_5_moe_text, gpt_oss, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, phi3"
+            "DIR/config.json: decoder: `model_type` is missing; expected one of llama, qwen2, qwen3, qwen3_moe, qwen3_5_text, qwen3_5_moe_text, gpt_oss, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, gemma4_text, phi3"
         ],
     );
     for kind in ["proportional", "ntk"] {
@@ -286,7 +286,7 @@ fn an_incomplete_folder_is_refused() {
         let error = Folder::open(folder.path()).unwrap_err().to_string();
         assert!(
             error.contains(&format!(
-                "has the scaling `{kind}`; expected default, linear, dynamic, yarn or llama3, or longrope of Phi-3"
+                "has the scaling `{kind}`; expected default, linear, dynamic, yarn or llama3, longrope of Phi-3, or proportional of Gemma 4"
             )),
             "{error}"
         );

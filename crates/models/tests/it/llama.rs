@@ -107,12 +107,12 @@ fn unsupported_configurations_are_refused_by_name() {
     let cases = [
         (
             json!({ "model_type": "mamba" }),
-            "`model_type` is `mamba` (state-space layers are not supported); expected one of llama, qwen2, qwen3, qwen3_moe, qwen3_5_text, qwen3_5_moe_text, gpt_oss, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, phi3",
+            "`model_type` is `mamba` (state-space layers are not supported); expected one of llama, qwen2, qwen3, qwen3_moe, qwen3_5_text, qwen3_5_moe_text, gpt_oss, mistral, smollm3, granite, olmo2, gemma3_text, gemma2, gemma4_text, phi3",
         ),
         (json!({ "hidden_act": "gelu" }), "`hidden_act` is `gelu`; expected silu"),
         (
             json!({ "rope_scaling": { "rope_type": "ntk", "factor": 4.0 } }),
-            "the rotary embedding has the scaling `ntk`; expected default, linear, dynamic, yarn or llama3, or longrope of Phi-3",
+            "the rotary embedding has the scaling `ntk`; expected default, linear, dynamic, yarn or llama3, longrope of Phi-3, or proportional of Gemma 4",
         ),
         (
             json!({ "rope_scaling": { "rope_type": "linear" } }),

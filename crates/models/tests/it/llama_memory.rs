@@ -47,16 +47,10 @@ fn a_block_keeps_the_documented_tensors() {
     assert_eq!(held(3) - held(2), 4 * tokens * (elements + numbers));
 
     // A cache allocates its final size immediately.
-    let shape = CacheShape {
-        layers: 3,
-        heads: 2,
-        head: 16,
-        recurrent: None,
-        kind: Kind::BFloat16,
-        device: Device::Cpu,
-    };
+    let shape =
+        CacheShape { layers: vec![[2, 16]; 3], recurrent: None, kind: Kind::BFloat16, device: Device::Cpu };
     let before = live();
-    let cache = KeyValueCache::new(shape, 4, 100).unwrap();
+    let cache = KeyValueCache::new(shape.clone(), 4, 100).unwrap();
     assert_eq!((live() - before, shape.bytes_per_token()), (400 * 2 * 3 * 2 * 16 * 2, 2 * 3 * 2 * 16 * 2));
     drop(cache);
 }

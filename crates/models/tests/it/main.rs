@@ -9,6 +9,7 @@ mod fixtures_generation;
 mod fixtures_llama;
 mod functional_call;
 mod fuzz_files;
+mod gemma4;
 mod generation;
 mod gpt_oss;
 mod hub;

@@ -41,6 +41,7 @@ const SIZES: Sizes = Sizes {
     experts: None,
     linear: None,
     windows: None,
+    gemma4: None,
 };
 
 fn model() -> Box<Llama> {

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use tch::Tensor;
 
 use super::engine::{GradMode, Keep, backward_with};
-use super::function::{Backward, Forward, Function, apply_always};
+use super::function::{Backward, Forward, Function, apply_always_any, exactly};
 use super::retain::{self, TapeGuard};
 use super::saved_tensor_storage::{SavedTensorStorage, StoredTensor};
 use super::settings::Settings;
@@ -59,7 +59,7 @@ impl Checkpoint {
     where
         F: Fn([&Tensor; INPUTS]) -> Result<[Tensor; OUTPUTS]> + Send + 'static,
     {
-        self.run_kept(f, inputs, None)
+        exactly(NAME, self.run_any(of_arrays::<F, INPUTS, OUTPUTS>(f), &inputs)?)
     }
 
     /// As [`Checkpoint::run`], with the inputs in `storage` between forward and backward.
@@ -75,22 +75,37 @@ impl Checkpoint {
     where
         F: Fn([&Tensor; INPUTS]) -> Result<[Tensor; OUTPUTS]> + Send + 'static,
     {
-        self.run_kept(f, inputs, Some(storage))
+        exactly(NAME, self.run_any_with_storage(of_arrays::<F, INPUTS, OUTPUTS>(f), &inputs, Some(storage))?)
     }
 
-    fn run_kept<F, const INPUTS: usize, const OUTPUTS: usize>(
+    /// As [`Checkpoint::run`], for a segment whose numbers of inputs and of outputs are not known at compile time.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::run`].
+    pub fn run_any<F>(self, f: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
+    where
+        F: Fn(&[&Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
+    {
+        self.run_any_with_storage(f, inputs, None)
+    }
+
+    /// As [`Checkpoint::run_any`], with the inputs in `storage`, if there is one, between forward and backward.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::run`], and those of the storage.
+    pub fn run_any_with_storage<F>(
         self,
         f: F,
-        inputs: [&Tensor; INPUTS],
+        inputs: &[&Tensor],
         storage: Option<Arc<dyn SavedTensorStorage>>,
-    ) -> Result<[Tensor; OUTPUTS]>
+    ) -> Result<Vec<Tensor>>
     where
-        F: Fn([&Tensor; INPUTS]) -> Result<[Tensor; OUTPUTS]> + Send + 'static,
+        F: Fn(&[&Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
     {
         if !self.recompute {
             return f(inputs);
         }
-        let segment = Segment::<F, INPUTS, OUTPUTS> {
+        let segment = Segment {
             f,
             options: self,
             state: None,
@@ -99,7 +114,25 @@ impl Checkpoint {
             stored: Vec::new(),
             products: None,
         };
-        apply_always(segment, &inputs)
+        apply_always_any(segment, inputs)
+    }
+}
+
+const NAME: &str = "checkpoint";
+
+/// A segment over arrays as one over slices.
+fn of_arrays<F, const INPUTS: usize, const OUTPUTS: usize>(
+    f: F,
+) -> impl Fn(&[&Tensor]) -> Result<Vec<Tensor>> + Send + 'static
+where
+    F: Fn([&Tensor; INPUTS]) -> Result<[Tensor; OUTPUTS]> + Send + 'static,
+{
+    move |inputs: &[&Tensor]| {
+        let count = inputs.len();
+        let inputs: [&Tensor; INPUTS] = inputs.try_into().map_err(|_| {
+            Error::invalid(NAME, format!("{count} inputs were saved; the segment takes {INPUTS}"))
+        })?;
+        Ok(f(inputs)?.into())
     }
 }
 
@@ -130,7 +163,7 @@ where
     Checkpoint::default().run(f, inputs)
 }
 
-struct Segment<F, const INPUTS: usize, const OUTPUTS: usize> {
+struct Segment<F> {
     f: F,
     options: Checkpoint,
     state: Option<ThreadLocalState>,
@@ -142,30 +175,17 @@ struct Segment<F, const INPUTS: usize, const OUTPUTS: usize> {
     products: Option<Vec<usize>>,
 }
 
-impl<F, const INPUTS: usize, const OUTPUTS: usize> Segment<F, INPUTS, OUTPUTS>
+impl<F> Function for Segment<F>
 where
-    F: Fn([&Tensor; INPUTS]) -> Result<[Tensor; OUTPUTS]>,
-{
-    fn call(&self, inputs: &[&Tensor]) -> Result<[Tensor; OUTPUTS]> {
-        let count = inputs.len();
-        let inputs = inputs.try_into().map_err(|_| {
-            Error::invalid("checkpoint", format!("{count} inputs were saved; the segment takes {INPUTS}"))
-        })?;
-        (self.f)(inputs)
-    }
-}
-
-impl<F, const INPUTS: usize, const OUTPUTS: usize> Function for Segment<F, INPUTS, OUTPUTS>
-where
-    F: Fn([&Tensor; INPUTS]) -> Result<[Tensor; OUTPUTS]> + Send + 'static,
+    F: Fn(&[&Tensor]) -> Result<Vec<Tensor>> + Send + 'static,
 {
     fn name(&self) -> &'static str {
-        "checkpoint"
+        NAME
     }
 
     fn forward(&mut self, ctx: &mut Forward<'_>, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         if !ctx.will_run_backward() {
-            return Ok(self.call(inputs)?.into());
+            return (self.f)(inputs);
         }
         self.state = Some(ThreadLocalState::capture(self.options.preserve_random_state)?);
         match &self.storage {
@@ -176,7 +196,7 @@ where
         }
         // An enclosing segment records what is computed here; a second list would have the same tensors.
         let within = (self.options.retain_products && !retain::active()).then(TapeGuard::record);
-        let (outputs, settings) = Settings::of(|| self.call(inputs));
+        let (outputs, settings) = Settings::of(|| (self.f)(inputs));
         let outputs = outputs?;
         self.settings = Some(settings);
         if let Some(state) = &mut self.state {
@@ -188,18 +208,19 @@ where
             self.products = Some(products.iter().map(Vec::len).collect());
         }
         self.stored.iter().try_for_each(|tensor| tensor.wait())?;
-        Ok(outputs.into())
+        Ok(outputs)
     }
 
     fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
-        ctx.check_replay("checkpoint")?;
+        ctx.check_replay(NAME)?;
         let mut saved = ctx.take_saved();
         let products = self.products.as_ref().map(|counts| {
             let mut kept = saved.split_off(saved.len() - counts.iter().sum::<usize>()).into_iter();
             counts.iter().map(|&count| kept.by_ref().take(count).collect()).collect()
         });
-        for tensor in &self.stored {
-            saved.push(tensor.unpack()?);
+        // In reverse, since a storage fetches in advance what was stored before.
+        for tensor in self.stored.iter().rev() {
+            saved.insert(0, tensor.unpack()?);
         }
         let inputs: Vec<Tensor> = saved
             .into_iter()
@@ -216,11 +237,11 @@ where
             let _state = self.state.as_ref().map(ThreadLocalState::enter).transpose()?;
             let _grad = GradMode::on();
             let within = products.map_or_else(TapeGuard::none, TapeGuard::replay);
-            let (outputs, second) = Settings::of(|| self.call(&inputs.iter().collect::<Vec<_>>()));
+            let (outputs, second) = Settings::of(|| (self.f)(&inputs.iter().collect::<Vec<_>>()));
             // A run that stopped for lack of memory recorded fewer settings, so they are not compared.
             let ended = !outputs.as_ref().is_err_and(Error::is_out_of_memory);
             if let Some(first) = self.settings.filter(|_| ended) {
-                first.check(second, "checkpoint")?;
+                first.check(second, NAME)?;
             }
             let outputs = outputs?;
             within.exhausted()?;

@@ -194,7 +194,15 @@ pub fn apply_always<F: Function, const OUTPUTS: usize>(
     exactly(function.name(), apply_with(function, inputs, true)?)
 }
 
-fn exactly<const OUTPUTS: usize>(name: &str, outputs: Vec<Tensor>) -> Result<[Tensor; OUTPUTS]> {
+/// As [`apply_always`], for a function whose number of outputs depends on its value.
+///
+/// # Errors
+/// As [`apply`].
+pub fn apply_always_any<F: Function>(function: F, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+    apply_with(function, inputs, true)
+}
+
+pub(super) fn exactly<const OUTPUTS: usize>(name: &str, outputs: Vec<Tensor>) -> Result<[Tensor; OUTPUTS]> {
     outputs.try_into().map_err(|outputs: Vec<Tensor>| {
         let count = outputs.len();
         Error::invalid("autograd::apply", format!("`{name}` has {count} outputs; {OUTPUTS} were expected"))

@@ -27,6 +27,7 @@ const SIZES: Sizes = Sizes {
     experts: None,
     linear: None,
     windows: None,
+    gemma4: None,
 };
 const WORK: Workload = Workload { batch: 3, sequence: 20 };
 

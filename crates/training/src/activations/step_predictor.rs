@@ -57,7 +57,7 @@ impl StepPredictor {
     /// The model's gradients are cleared; its plan is restored.
     ///
     /// # Errors
-    /// As [`Activations::probe`].
+    /// A model whose blocks share values, so that one cannot be measured alone; as [`Activations::probe`].
     pub fn measure(
         model: &mut dyn LanguageModel,
         activations: &Activations,
@@ -65,6 +65,11 @@ impl StepPredictor {
         labels_bt: &Tensor,
         rounds: usize,
     ) -> Result<Self> {
+        if !model.has_separate_blocks() {
+            let reason = "the layers of this model differ and share values, so none can be measured for all; give a plan for the layers, such as \
+                          recompute all";
+            return Err(Error::config(WHAT, reason));
+        }
         let before = activations.plan();
         let result = Self::measure_keeping(model, activations, input, labels_bt, rounds);
         activations.change(&before)?;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use models::Result;
 use models::module::{
     Attention, Block, Context, FunctionalCall, Mlp, MlpFunction, Module, OwnedContext, Replaceable, Visitor,
-    VisitorMut, replace,
+    VisitorMut, one, replace,
 };
 use runtime::autograd::Checkpoint;
 use tch::Tensor;
@@ -18,10 +18,10 @@ use super::{LayerPlan, Switch};
 fn segment<P: Module + Send + ?Sized + 'static>(
     part: &FunctionalCall<P>,
     context: &Context<'_>,
-    forward: impl Fn(&P, &Tensor, &Context<'_>) -> Result<Tensor> + Send + 'static,
-) -> impl Fn([&Tensor; 1]) -> runtime::Result<[Tensor; 1]> + Send + 'static {
+    forward: impl Fn(&P, &[&Tensor], &Context<'_>) -> Result<Vec<Tensor>> + Send + 'static,
+) -> impl Fn(&[&Tensor]) -> runtime::Result<Vec<Tensor>> + Send + 'static {
     let (part, context) = (part.shared(), OwnedContext::from(context));
-    move |[x]| Ok([part.run(|part| forward(part, x, &context.borrow()))?])
+    move |values: &[&Tensor]| part.run(|part| forward(part, values, &context.borrow()))
 }
 
 /// A block with a switchable plan.
@@ -51,23 +51,23 @@ impl Module for SwitchedBlock {
 
 impl Block for SwitchedBlock {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        one(self.forward_with(&[x_btd], context)?)
+    }
+
+    fn forward_with(&self, values: &[&Tensor], context: &Context<'_>) -> Result<Vec<Tensor>> {
         let plan = self.switch.get();
         // These plans keep everything, or recompute a part, which [`Switched`] does.
         let runs_without_segment =
             matches!(plan, LayerPlan::KeepAll | LayerPlan::RecomputeMlp | LayerPlan::RecomputeAttention);
-        if runs_without_segment || !self.block.records(x_btd) {
-            return self.block.shared().run(|block| block.forward(x_btd, context));
+        if runs_without_segment || !self.block.records(values) {
+            return self.block.forward_with(values, context);
         }
-        let segment = segment(&self.block, context, |block, x, context| block.forward(x, context));
+        let segment =
+            segment(&self.block, context, |block, values, context| block.forward_with(values, context));
         let options =
             Checkpoint { retain_products: plan == LayerPlan::RecomputeElementwise, ..Checkpoint::default() };
-        let [y_btd] = match plan {
-            LayerPlan::Offload => {
-                options.run_with_storage(segment, [x_btd], Arc::new(self.storage.clone()))?
-            }
-            _ => options.run(segment, [x_btd])?,
-        };
-        Ok(y_btd)
+        let storage = (plan == LayerPlan::Offload).then(|| Arc::new(self.storage.clone()) as _);
+        options.run_any_with_storage(segment, values, storage)
     }
 }
 
@@ -77,22 +77,22 @@ pub(super) trait Part: Module + Replaceable + 'static {
     const RECOMPUTED_BY: LayerPlan;
 
     /// Runs the part's forward.
-    fn compute(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor>;
+    fn compute(&self, values: &[&Tensor], context: &Context<'_>) -> Result<Vec<Tensor>>;
 }
 
 impl Part for dyn Attention {
     const RECOMPUTED_BY: LayerPlan = LayerPlan::RecomputeAttention;
 
-    fn compute(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        self.forward(x_btd, context)
+    fn compute(&self, values: &[&Tensor], context: &Context<'_>) -> Result<Vec<Tensor>> {
+        self.forward_with(values, context)
     }
 }
 
 impl Part for dyn Mlp {
     const RECOMPUTED_BY: LayerPlan = LayerPlan::RecomputeMlp;
 
-    fn compute(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        self.forward(x, context)
+    fn compute(&self, values: &[&Tensor], context: &Context<'_>) -> Result<Vec<Tensor>> {
+        values.iter().map(|x| self.forward(x, context)).collect()
     }
 }
 
@@ -109,13 +109,11 @@ impl<P: Part + ?Sized> Switched<P> {
         Self { part: FunctionalCall::new(name, part), switch }
     }
 
-    fn run(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        if self.switch.get() != P::RECOMPUTED_BY || !self.part.records(x) {
-            return self.part.shared().run(|part| part.compute(x, context));
+    fn run(&self, values: &[&Tensor], context: &Context<'_>) -> Result<Vec<Tensor>> {
+        if self.switch.get() != P::RECOMPUTED_BY || !self.part.records(values) {
+            return self.part.shared().run(|part| part.compute(values, context));
         }
-        let segment = segment(&self.part, context, P::compute);
-        let [y] = Checkpoint::default().run(segment, [x])?;
-        Ok(y)
+        Checkpoint::default().run_any(segment(&self.part, context, P::compute), values)
     }
 }
 
@@ -131,13 +129,17 @@ impl<P: Part + ?Sized> Module for Switched<P> {
 
 impl Attention for Switched<dyn Attention> {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        self.run(x_btd, context)
+        one(self.run(&[x_btd], context)?)
+    }
+
+    fn forward_with(&self, values: &[&Tensor], context: &Context<'_>) -> Result<Vec<Tensor>> {
+        self.run(values, context)
     }
 }
 
 impl Mlp for Switched<dyn Mlp> {
     fn forward(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
-        self.run(x, context)
+        one(self.run(&[x], context)?)
     }
 
     /// Returns no function by which a technique replaces an MLP: the replacement would lose the switch.
