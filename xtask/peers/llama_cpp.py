@@ -20,7 +20,7 @@ import torch
 import transformers
 import xllamacpp
 from transformers import (
-    Gemma2Config, Gemma3TextConfig, GptOssConfig, GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config, Phi3Config, Qwen2Config,
+    Gemma2Config, Gemma3TextConfig, Gemma4TextConfig, GptOssConfig, GraniteConfig, LlamaConfig, MistralConfig, Olmo2Config, Phi3Config, Qwen2Config,
     Qwen3_5MoeTextConfig, Qwen3Config, Qwen3MoeConfig, SmolLM3Config,
 )
 
@@ -109,6 +109,20 @@ CASES = {
         Gemma3TextConfig,
         dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=8, num_hidden_layers=7, tie_word_embeddings=True), ATTENTION, SHORT,
     ),
+    # The last layers attend to the keys of the two before; llama.cpp's table of the GELU is in fp16.
+    "gemma4": (
+        Gemma4TextConfig,
+        dict(head_dim=16, global_head_dim=32, sliding_window=8, num_hidden_layers=6, num_kv_shared_layers=2, use_double_wide_mlp=True,
+             hidden_size_per_layer_input=32, vocab_size_per_layer_input=VOCABULARY, tie_word_embeddings=True, final_logit_softcapping=6.0,
+             layer_types=["sliding_attention", "full_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]),
+        ATTENTION + MLP + ["per_layer_input_gate", "per_layer_projection"], SHORT,
+    ),
+    "gemma4 k_eq_v": (
+        Gemma4TextConfig,
+        dict(head_dim=16, global_head_dim=32, sliding_window=8, num_hidden_layers=6, attention_k_eq_v=True, num_global_key_value_heads=1,
+             hidden_size_per_layer_input=0),
+        ATTENTION, SHORT,
+    ),
     "wrong order of rows": (LlamaConfig, rope(5e5), None, SHORT),
 }
 
@@ -142,6 +156,9 @@ def randomize(model):
             else:
                 scale = 0.35 if "embed" in name or "lm_head" in name else 0.7
                 parameter.copy_(scale / math.sqrt(parameter.shape[1]) * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.7, 1.3)
 
 
 def turn_rows(model):

@@ -313,12 +313,12 @@ impl Decoder {
                 remedy: "this is answered for a model whose layers are alike".into(),
             });
         }
-        self.check_gemma4()?;
+        self.check_widths()?;
         self.check_experts()
     }
 
-    /// Returns an error for layers of different widths.
-    fn check_gemma4(&self) -> Result<(), Error> {
+    /// Returns an error for layers of different widths: those of a Gemma 4.
+    pub(crate) fn check_widths(&self) -> Result<(), Error> {
         if self.gemma4.is_some() {
             return Err(Error::Shape {
                 what: format!("the layers of {} differ", self.family.model_type()),

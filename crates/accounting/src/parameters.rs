@@ -231,6 +231,7 @@ impl Decoder {
 
     /// The tensors of a block with this kind of attention, without the block's prefix; an error if only some layers have experts.
     pub(crate) fn block_tensors_of(&self, kind: AttentionKind) -> Result<Vec<ParameterTensor>, Error> {
+        self.check_widths()?;
         self.check_experts()?;
         // The order of the models' modules: `sharding` cuts its buckets along it.
         let attention = match kind {

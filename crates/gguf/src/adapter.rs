@@ -17,7 +17,7 @@ mod experts;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use decoder::Sizes;
+use decoder::{DecoderConfig, PER_LAYER_EMBEDDING, PER_LAYER_MODEL_PROJECTION};
 use serde_json::Value as Json;
 
 use crate::conversion::{self, Conversion, Planned, Rows, Values};
@@ -49,7 +49,7 @@ pub struct Adapter {
     /// `target_parameters`.
     parameters: Vec<String>,
     family: &'static Family,
-    sizes: Sizes,
+    decoder: DecoderConfig,
     tensors: Tensors,
 }
 
@@ -62,7 +62,7 @@ impl Adapter {
     pub fn open(folder: &Path, base: &Path) -> Result<Self> {
         let fields = Fields::read_config(&base.join("config.json"))?;
         let family = Family::from_config(&fields)?;
-        let sizes = model::decoder(&fields)?.sizes();
+        let decoder = model::decoder(&fields)?;
         let config = Fields::read(&folder.join("adapter_config.json"))?;
         check(&config)?;
         let alpha = config.optional_number("lora_alpha")?.unwrap_or(8.0);
@@ -81,7 +81,7 @@ impl Adapter {
             alpha,
             parameters,
             family,
-            sizes,
+            decoder,
             tensors,
         })
     }
@@ -160,8 +160,8 @@ impl Adapter {
 
     fn pair(&self, module: &str, a: &str, b: &str, alpha: f64, scale: Scale<'_>) -> Result<[Planned; 2]> {
         let weight = format!("{module}.weight");
-        let target = gguf_name(self.family, &self.sizes, &weight);
-        let (Some(target), Some(shape)) = (target, tensor_shape(&self.sizes, &weight)) else {
+        let target = gguf_name(self.family, &self.decoder.sizes(), &weight);
+        let (Some(target), Some(shape)) = (target, tensor_shape(&self.decoder, &weight)) else {
             return Err(unsupported("an adapter", format!("of `{module}`"), EXPORT_MERGED));
         };
         let (Some(first), Some(second)) = (self.tensors.get(a), self.tensors.get(b)) else {
@@ -225,6 +225,14 @@ fn name_of(folder: &Path) -> String {
 
 /// Refuses an adapter of the head or of the embedding where the model's GGUF file has one matrix for both.
 fn check_outer(config: &Fields, family: &Family, base: &Path, adapts: &dyn Fn(&str) -> bool) -> Result<()> {
+    let of_gemma4 = [PER_LAYER_EMBEDDING, PER_LAYER_MODEL_PROJECTION];
+    if let Some(module) = of_gemma4.into_iter().find(|module| adapts(&format!("model.{module}"))) {
+        return Err(unsupported(
+            "an adapter in GGUF",
+            format!("of `{module}`, to which llama.cpp applies none"),
+            EXPORT_MERGED,
+        ));
+    }
     let of_which = match (adapts(HEAD), adapts(EMBEDDING)) {
         (true, _) => "of `lm_head`, which is tied to the embedding",
         (_, true) => "of `embed_tokens`, to which the head is tied",

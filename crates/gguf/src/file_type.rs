@@ -105,9 +105,12 @@ impl FileType {
         let mut shorter = Vec::new();
         for tensor in matrices {
             let columns = tensor.shape.last().copied().unwrap_or(0);
+            let is_table = [EMBEDDING, PER_LAYER_EMBEDDING].contains(&&*tensor.name);
             let wanted = if !self.base().is_quantized() {
                 self.base()
-            } else if tensor.name == HEAD || (!has_head && tensor.name == EMBEDDING) {
+            } else if tensor.name == PER_LAYER_PROJECTION {
+                TensorType::BF16
+            } else if tensor.name == HEAD || (!has_head && is_table) {
                 self.head(columns)
             } else if self == Self::Mxfp4Moe {
                 if tensor.shape.len() == 3 { TensorType::MXFP4 } else { TensorType::Q8_0 }
@@ -166,6 +169,10 @@ impl FileType {
 const FLOATS: [&str; 3] = [".ssm_conv1d.weight", ".ffn_gate_inp.weight", "_exps.bias"];
 const HEAD: &str = "output.weight";
 const EMBEDDING: &str = "token_embd.weight";
+/// The second embedding of a Gemma 4.
+const PER_LAYER_EMBEDDING: &str = "per_layer_token_embd.weight";
+/// The projection of the first to its width, which llama.cpp does not quantise.
+const PER_LAYER_PROJECTION: &str = "per_layer_model_proj.weight";
 
 /// The number of experts, Mixtral's, whose models have finer types in attention.
 const EIGHT: u64 = 8;

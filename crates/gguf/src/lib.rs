@@ -38,7 +38,7 @@
 //! | [`TensorType`], [`block`] | how values are stored: f32, f16, bf16, and ggml's blocks |
 //!
 //! # What is supported
-//! Llama, Mistral, SmolLM3, Granite, Qwen2, Qwen3, Qwen3.5, OLMo 2, Phi-3, Gemma 2 and Gemma 3 (text). An option that llama.cpp would read
+//! Llama, Mistral, SmolLM3, Granite, Qwen2, Qwen3, Qwen3.5, OLMo 2, Phi-3, Gemma 2, 3 and 4 (text). An option that llama.cpp would read
 //! silently differently (another pattern of layers, another scale of attention) is refused by name; what it leaves out, such as a
 //! sliding window, is a note of the conversion.
 

@@ -22,6 +22,7 @@ use crate::writer::TensorInfo;
 
 pub(crate) use family::{Family, decoder, tensor_shape};
 pub(crate) use names::{TensorName, gguf_name, stored_shape};
+pub(crate) use rope::UNROTATED;
 
 const EMBEDDING: &str = "model.embed_tokens.weight";
 const HEAD: &str = "lm_head.weight";
@@ -143,7 +144,7 @@ impl Model {
         let mut unknown = Vec::new();
         let mut experts: BTreeMap<String, BTreeMap<u64, Location>> = BTreeMap::new();
         for name in self.tensors.names() {
-            if name.ends_with("rotary_emb.inv_freq") {
+            if name.ends_with("rotary_emb.inv_freq") || !self.decoder.uses_tensor(name) {
                 continue;
             }
             let Some(TensorName { name: new, transform, expert }) = gguf_name(self.family, &self.sizes, name)
@@ -240,7 +241,7 @@ impl Model {
 
     /// The embedding and the head have a row for each token; permuted tensors have whole heads.
     fn check_shape(&self, name: &str, location: &Location) -> Result<()> {
-        let expected = tensor_shape(&self.sizes, name);
+        let expected = tensor_shape(&self.decoder, name);
         match expected {
             Some(expected) if expected != location.shape => Err(file_error(
                 &self.folder,

@@ -5,6 +5,7 @@
 //! decoded as they are asked for.
 
 mod config;
+mod gemma4;
 mod metadata;
 mod rope;
 mod splits;
@@ -250,6 +251,14 @@ impl ModelFile {
     }
 }
 
+/// Whether a tensor of a file is used, by its name there: not the keys and values of a layer that attends to those of another.
+fn uses_stored(decoder: &DecoderConfig, name: &str) -> bool {
+    let of_layer = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
+    let Some((layer, part)) = of_layer else { return true };
+    let of_keys = ["attn_k.", "attn_v.", "attn_k_norm."].iter().any(|start| part.starts_with(start));
+    !(of_keys && layer.parse().is_ok_and(|layer: usize| decoder.key_layer(layer) != layer))
+}
+
 /// The tensors of all files by name.
 struct Contents<'a> {
     files: &'a [Reader],
@@ -335,8 +344,10 @@ impl<'a> Contents<'a> {
                 format!("{} tensors are missing, such as `{first}`; get the file again", missing.len());
             return Err(file_error(path, reason));
         }
+        let is_used = |name: &str| uses_stored(decoder, name);
         unknown.retain(|name, _| {
             !WITHOUT_NAME.contains(name)
+                && is_used(name)
                 && !name.ends_with("attn_rot_embd.weight")
                 && (shared.is_none() || *name != HEAD)
         });

@@ -1,11 +1,11 @@
 //! The tokenizer of a model's folder, as llama.cpp wants it.
 //!
-//! llama.cpp has its own tokenizers and reads from a file which of them, its tokens and its merges. Two of them are supported, both from
+//! llama.cpp has its own tokenizers and reads from a file which of them, its tokens and its merges. Three of them are supported, both from
 //! `tokenizer.json`:
 //!
 //! - byte-level BPE (GPT-2, Llama 3, Qwen, …; `tokenizer.ggml.model = gpt2`), whose pre-tokenizer has a name (see [`pre`]);
 //! - BPE over characters with bytes for unknown ones, which is what SentencePiece's models become in `tokenizer.json` (Llama 2,
-//!   Mistral, Gemma; `tokenizer.ggml.model = llama`).
+//!   Mistral, Gemma; `tokenizer.ggml.model = llama`), of a Gemma 4 with its merges (`gemma4`).
 //!
 //! The rest is refused by name.
 
@@ -54,7 +54,20 @@ enum Kind {
     ByteLevel { pre: String, merges: Vec<String> },
     /// Of SentencePiece: the score of each token, and whether a space is put before a text.
     SentencePiece { scores: BTreeMap<u32, f32>, space_prefix: bool },
+    /// The tokens of SentencePiece with merges, as a Gemma 4 has them.
+    Gemma4 { merges: Vec<String> },
 }
+
+/// Control tokens of a Gemma 4 that llama.cpp shows nevertheless, since it reads a model's thoughts and calls of tools by them.
+const SHOWN: [&str; 7] = [
+    "<|channel>",
+    "<channel|>",
+    "<|tool_call>",
+    "<tool_call|>",
+    "<|tool_response>",
+    "<tool_response|>",
+    "<|\"|>",
+];
 
 impl Tokenizer {
     /// Reads `tokenizer.json`, and beside it `tokenizer_config.json`, `generation_config.json` and the chat template.
@@ -84,7 +97,13 @@ impl Tokenizer {
         let mut notes = Vec::new();
         let mut tokens: BTreeMap<u32, (String, i32)> =
             vocabulary.iter().map(|(text, id)| (*id, (text.clone(), NORMAL))).collect();
-        let (kind, special) = if is_sentencepiece {
+        let is_gemma4 = config.get("model_type").and_then(Json::as_str) == Some("gemma4_text");
+        let keeps_merges = is_sentencepiece && is_gemma4 && !sentencepiece::space_prefix(&fields)?.0;
+        let (kind, special) = if keeps_merges {
+            sentencepiece::mark(&mut tokens, model);
+            let kind = Kind::Gemma4 { merges: merges(&fields, model)? };
+            (kind, Special::read(folder, config, &tokenizer_config, &fields, &added)?)
+        } else if is_sentencepiece {
             let (scores, note) = sentencepiece::scores(&fields, model, &vocabulary)?;
             notes.extend(note);
             sentencepiece::mark(&mut tokens, model);
@@ -106,7 +125,8 @@ impl Tokenizer {
             (kind, Special::read(folder, config, &tokenizer_config, &fields, &added)?)
         };
         for token in &added {
-            let is_control = token.special || looks_special(&token.text);
+            let is_shown = keeps_merges && SHOWN.contains(&&*token.text);
+            let is_control = !is_shown && (token.special || looks_special(&token.text));
             // llama.cpp looks for these in the text as it is, where SentencePiece's spaces are spaces.
             let text = if is_control { token.text.clone() } else { token.text.replace('▁', " ") };
             let kind = if is_control { CONTROL } else { USER_DEFINED };
@@ -173,6 +193,7 @@ impl Tokenizer {
         match &self.kind {
             Kind::ByteLevel { pre, .. } => pre,
             Kind::SentencePiece { .. } => "default",
+            Kind::Gemma4 { .. } => "gemma4",
         }
     }
 
@@ -210,6 +231,13 @@ impl Tokenizer {
                 metadata.push(("tokens", Value::Array(Array::String(texts))));
                 metadata.push(("token_type", Value::Array(Array::I32(kinds))));
                 metadata.push(("merges", Value::Array(Array::String(merges.clone()))));
+            }
+            Kind::Gemma4 { merges } => {
+                metadata.push(("model", "gemma4".into()));
+                metadata.push(("tokens", Value::Array(Array::String(texts))));
+                metadata.push(("token_type", Value::Array(Array::I32(kinds))));
+                metadata.push(("merges", Value::Array(Array::String(merges.clone()))));
+                metadata.push(("add_space_prefix", false.into()));
             }
             Kind::SentencePiece { scores, space_prefix } => {
                 let score = |(id, kind): (u32, &i32)| match *kind {

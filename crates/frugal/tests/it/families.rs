@@ -16,7 +16,7 @@ use swiglu_ckpt::CheckpointLevel;
 use tch::{Device, Kind, Tensor};
 use training::activations::{Activations, LayerPlan};
 
-const FAMILIES: [&str; 17] = [
+const FAMILIES: [&str; 19] = [
     "llama",
     "qwen2",
     "qwen3",
@@ -32,6 +32,8 @@ const FAMILIES: [&str; 17] = [
     "olmo2",
     "gemma3",
     "gemma2",
+    "gemma4",
+    "gemma4_k_eq_v",
     "phi3",
     "phi3_long",
 ];

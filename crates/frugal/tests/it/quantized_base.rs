@@ -9,7 +9,7 @@ use frugal::runtime::collectives::{Group, GroupConfig, Store};
 use frugal::training::trainer::Overflow;
 use testing::ranks::Ranks;
 
-use crate::pairs::{Outcome, ROWS, broken, run_over};
+use crate::pairs::{Outcome, ROWS, Rounding, broken, run_over};
 use crate::techniques::{Family, Promise, TECHNIQUES, Technique};
 
 const NF4: Technique = Technique {
@@ -43,7 +43,7 @@ fn every_technique_keeps_its_promise_over_nf4_or_is_refused_by_name() {
         for technique in TECHNIQUES.iter().chain([&ON_THE_HOST]).filter(|other| other.group != "adapter") {
             match run(&[&NF4, adapter, technique]) {
                 Ok(with) => {
-                    let found = broken(technique.promise, &with, &without, false);
+                    let found = broken(technique.promise, &with, &without, Rounding::Low);
                     assert!(found.is_none(), "{} + {}: {found:?}", adapter.name, technique.name);
                 }
                 Err(error) if matches!(*error, Error::Conflict { .. }) => {
@@ -95,7 +95,7 @@ fn a_rank() {
             run_over(Family::Llama, &all.each_ref(), Some(ranks), Overflow::Skip).map_err(Box::new)
         };
         let (divided, alone) = (over(2, &group).unwrap(), over(2, &Group::alone()).unwrap());
-        assert!(broken(Promise::Bits, &divided, &alone, true).is_none());
+        assert!(broken(Promise::Bits, &divided, &alone, Rounding::Fp32).is_none());
         println!("{}", over(3, &group).map(|_| ()).unwrap_err());
         group.barrier("end").unwrap();
     });

@@ -32,11 +32,13 @@ pub(crate) struct Technique {
 pub(crate) enum Family {
     Llama,
     Gpt2,
+    /// Layers that share keys, and a second embedding.
+    Gemma4,
 }
 
 fn adapter(family: Family, dora: bool) -> LoraConfig {
     let targets = match family {
-        Family::Llama => vec!["q_proj", "v_proj", "o_proj"],
+        Family::Llama | Family::Gemma4 => vec!["q_proj", "v_proj", "o_proj"],
         Family::Gpt2 => vec!["c_attn"],
     };
     LoraConfig {
@@ -85,7 +87,7 @@ pub(crate) const TECHNIQUES: [Technique; 32] = [
         promise: Promise::Nothing,
         set: |config, family| {
             let (embedding, other) = match family {
-                Family::Llama => ("embed_tokens", "v_proj"),
+                Family::Llama | Family::Gemma4 => ("embed_tokens", "v_proj"),
                 Family::Gpt2 => ("wte", "c_attn"),
             };
             let target_modules = Some([embedding, other].into());
@@ -278,7 +280,7 @@ pub(crate) const TECHNIQUES: [Technique; 32] = [
         set: |config, family| {
             config.model.freeze = Some(
                 match family {
-                    Family::Llama => r"layers\.1\..*",
+                    Family::Llama | Family::Gemma4 => r"layers\.1\..*",
                     Family::Gpt2 => r"h\.1\..*",
                 }
                 .to_owned(),

@@ -4,7 +4,10 @@
 
 use std::ops::Deref;
 
-use decoder::{ClampedSwiglu, DecoderConfig, Facts, QueryKeyNorm, SINKS, Sizes, Windows};
+use decoder::{
+    ClampedSwiglu, DecoderConfig, Facts, PER_LAYER_GATE, PER_LAYER_PROJECTION, POST_PER_LAYER_NORM,
+    QueryKeyNorm, SINKS, Sizes, Windows,
+};
 use serde_json::Value;
 
 use super::names::of_linear_attention;
@@ -65,7 +68,7 @@ const LLAMA: Family = Family {
 const OTHER: Family =
     Family { permuted: false, biases: &[], rope_types: &["default", "linear", "yarn"], ..LLAMA };
 
-static FAMILIES: [Family; 14] = [
+static FAMILIES: [Family; 15] = [
     LLAMA,
     Family { kind: decoder::Family::Mistral, biases: &[], ..LLAMA },
     Family { kind: decoder::Family::Granite, architecture: "granite", own_head_dim: false, ..LLAMA },
@@ -117,6 +120,12 @@ static FAMILIES: [Family; 14] = [
         architecture: "gemma3",
         rope_types: GEMMA_ROPE,
         period: Some(6),
+        ..OTHER
+    },
+    Family {
+        kind: decoder::Family::Gemma4,
+        architecture: "gemma4",
+        rope_types: &["default", "proportional"],
         ..OTHER
     },
 ];
@@ -178,7 +187,9 @@ impl Family {
     pub(crate) fn modules(&self) -> impl Iterator<Item = &'static str> {
         let projections = self.kind.projections().iter().map(|projection| projection.name);
         let norms = self.kind.norm_names().iter().chain(self.kind.query_key_norm_names());
-        projections.chain(norms.copied())
+        let of_gemma4: &[&str] =
+            if self.is_gemma4 { &[PER_LAYER_GATE, PER_LAYER_PROJECTION, POST_PER_LAYER_NORM] } else { &[] };
+        projections.chain(norms.copied()).chain(of_gemma4.iter().copied())
     }
 
     /// Refuses options that llama.cpp would silently read differently.
@@ -203,6 +214,7 @@ impl Family {
             return refuse(key, format!("llama.cpp computes `{expected}` for this family"));
         }
         self.check_mixture(decoder)?;
+        self.check_gemma4(decoder)?;
         if let Some(linear) = decoder.linear_attention
             && linear.key_dim != linear.value_dim
         {
@@ -221,7 +233,8 @@ impl Family {
         if let Some(period) = self.period {
             self.check_layers(config, &sizes, period)?;
         }
-        if config.flag("use_bidirectional_attention", false)? {
+        // Of a Gemma 4 it may be the images' alone.
+        if !self.is_gemma4 && config.flag("use_bidirectional_attention", false)? {
             return refuse(
                 "use_bidirectional_attention",
                 "llama.cpp generates with causal attention".to_owned(),
@@ -246,6 +259,41 @@ impl Family {
         }
         if self.has_query_key_norms() && config.optional_number("attn_logit_softcapping")?.is_some() {
             return refuse("attn_logit_softcapping", "llama.cpp has none for this family".to_owned());
+        }
+        Ok(())
+    }
+
+    /// Refuses a Gemma 4 that llama.cpp would compute differently.
+    fn check_gemma4(&self, decoder: &DecoderConfig) -> Result<()> {
+        let Some(gemma4) = decoder.gemma4 else { return Ok(()) };
+        let refuse = |key: &str, value: String, remedy: &str| {
+            Err(unsupported(format!("`{key}` of a `{}`", self.model_type), value, remedy.to_owned()))
+        };
+        let layers = usize::try_from(decoder.num_hidden_layers).unwrap_or(0);
+        let is_sliding = |layer: usize| decoder.window(layer).is_some();
+        if !(0..layers).any(is_sliding) {
+            return refuse(
+                "layer_types",
+                "without a sliding_attention layer".to_owned(),
+                "llama.cpp expects one of this family",
+            );
+        }
+        let first = layers - usize::try_from(gemma4.shared_layers).unwrap_or(0).min(layers);
+        let ends_as_expected = first >= 2 && is_sliding(first - 2) && !is_sliding(first - 1);
+        if first < layers && !ends_as_expected {
+            return refuse(
+                "num_kv_shared_layers",
+                gemma4.shared_layers.to_string(),
+                "llama.cpp takes the keys of the last two layers before these, and expects the first of the two to have a window and the \
+                 second to have none",
+            );
+        }
+        if gemma4.per_layer_input > 0 && gemma4.per_layer_vocabulary != decoder.vocab_size {
+            return refuse(
+                "vocab_size_per_layer_input",
+                gemma4.per_layer_vocabulary.to_string(),
+                "llama.cpp expects as many rows as `vocab_size`",
+            );
         }
         Ok(())
     }
@@ -372,7 +420,14 @@ pub(crate) fn decoder(config: &Fields) -> Result<DecoderConfig> {
 }
 
 /// Returns the shape of a tensor of the files; `None` for the norms of q and k of all heads, which have several sizes.
-pub(crate) fn tensor_shape(sizes: &Sizes, name: &str) -> Option<Vec<u64>> {
+pub(crate) fn tensor_shape(decoder: &DecoderConfig, name: &str) -> Option<Vec<u64>> {
+    if decoder.gemma4.is_some() {
+        // Its layers differ.
+        let short = name.strip_prefix("model.").unwrap_or(name);
+        let own = decoder.shapes().into_iter().find(|(known, _)| known == short);
+        return own.map(|(_, shape)| shape.into_iter().map(i64::unsigned_abs).collect());
+    }
+    let sizes = &decoder.sizes();
     if let (Some(linear), Some((_, tensor))) = (sizes.linear, of_linear_attention(name)) {
         match tensor {
             "conv1d.weight" => return Some(vec![linear.channels()?, 1, linear.window]),

@@ -5,7 +5,7 @@ use decoder::DecoderConfig;
 use super::family::{Family, full_attention_interval};
 use crate::error::Result;
 use crate::json::Fields;
-use crate::value::Value;
+use crate::value::{Array, Value};
 
 /// Returns the keys of sizes, norms and scales; those of the rotary embedding are in `rope`.
 pub(super) fn keys(
@@ -52,6 +52,37 @@ pub(super) fn keys(
         ]);
         if experts.shared > 0 {
             keys.push(("expert_shared_feed_forward_length", count(experts.shared)));
+        }
+    }
+    if let Some(gemma4) = &decoder.gemma4 {
+        let layers = 0..usize::try_from(decoder.num_hidden_layers).unwrap_or(0);
+        let list = |of: &dyn Fn(usize) -> i64| {
+            let sizes = layers.clone().map(|layer| u32::try_from(of(layer)).unwrap_or(u32::MAX));
+            Value::Array(Array::U32(sizes.collect()))
+        };
+        let replaced = [
+            "feed_forward_length",
+            "attention.head_count_kv",
+            "attention.key_length",
+            "attention.value_length",
+        ];
+        keys.retain(|(key, _)| !replaced.contains(key));
+        let full = count(u64::try_from(gemma4.global_head_dim).unwrap_or(0));
+        let is_sliding = layers.clone().map(|layer| decoder.window(layer).is_some());
+        keys.extend([
+            ("feed_forward_length", list(&|layer| decoder.layer_intermediate_size(layer))),
+            ("attention.head_count_kv", list(&|layer| decoder.layer_kv_heads(layer))),
+            ("attention.key_length", full.clone()),
+            ("attention.value_length", full),
+            ("attention.key_length_swa", count(sizes.head_dim)),
+            ("attention.value_length_swa", count(sizes.head_dim)),
+            ("attention.shared_kv_layers", count(u64::try_from(gemma4.shared_layers).unwrap_or(0))),
+            ("attention.sliding_window_pattern", Value::Array(Array::Bool(is_sliding.collect()))),
+            ("embedding_length_per_layer_input", count(u64::try_from(gemma4.per_layer_input).unwrap_or(0))),
+        ]);
+        // Without a cap: llama.cpp's default is one.
+        if decoder.final_logit_softcapping.is_none() {
+            keys.push(("final_logit_softcapping", float(0.0)));
         }
     }
     let caps = [

@@ -1,6 +1,9 @@
 //! The names of tensors in a GGUF file, and how their rows change.
 
-use decoder::{LINEAR_ATTENTION, NormPlacement, SINKS, Sizes};
+use decoder::{
+    LAYER_SCALAR, LINEAR_ATTENTION, NormPlacement, PER_LAYER_EMBEDDING, PER_LAYER_GATE,
+    PER_LAYER_MODEL_PROJECTION, PER_LAYER_NORM, PER_LAYER_PROJECTION, POST_PER_LAYER_NORM, SINKS, Sizes,
+};
 
 use super::family::Family;
 use crate::conversion::Rows;
@@ -34,9 +37,24 @@ pub(crate) fn gguf_name(family: &Family, sizes: &Sizes, name: &str) -> Option<Te
     let (module, kind) = name.rsplit_once('.')?;
     let unchanged =
         |name: &str| Some(TensorName { name: name.to_owned(), transform: Rows::default(), expert: None });
+    if family.is_gemma4 && kind == LAYER_SCALAR {
+        let layer: u64 = module.strip_prefix("model.layers.")?.parse().ok()?;
+        return (layer < sizes.layers)
+            .then_some(())
+            .and(unchanged(&format!("blk.{layer}.layer_output_scale.weight")));
+    }
     match (module, kind) {
         ("model.embed_tokens", "weight") => return unchanged("token_embd.weight"),
         ("lm_head", "weight") => return unchanged("output.weight"),
+        (_, "weight") if family.is_gemma4 && module == format!("model.{PER_LAYER_EMBEDDING}") => {
+            return unchanged("per_layer_token_embd.weight");
+        }
+        (_, "weight") if family.is_gemma4 && module == format!("model.{PER_LAYER_MODEL_PROJECTION}") => {
+            return unchanged("per_layer_model_proj.weight");
+        }
+        (_, "weight") if family.is_gemma4 && module == format!("model.{PER_LAYER_NORM}") => {
+            return unchanged("per_layer_proj_norm.weight");
+        }
         ("model.norm", "weight") => {
             let transform = Rows { add: norm_offset(family), ..Rows::default() };
             return Some(TensorName { name: "output_norm.weight".to_owned(), transform, expert: None });
@@ -89,6 +107,9 @@ pub(crate) fn gguf_name(family: &Family, sizes: &Sizes, name: &str) -> Option<Te
         ("post_attention_layernorm", _) => "post_attention_norm",
         ("pre_feedforward_layernorm", _) => "ffn_norm",
         ("post_feedforward_layernorm", _) => "post_ffw_norm",
+        (PER_LAYER_GATE, _) => "inp_gate",
+        (PER_LAYER_PROJECTION, _) => "proj",
+        (POST_PER_LAYER_NORM, _) => "post_norm",
         _ => return None,
     };
     Some(TensorName { name: format!("blk.{layer}.{new}.{kind}"), transform, expert: None })

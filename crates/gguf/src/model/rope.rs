@@ -5,6 +5,7 @@
 //! | `default` | `rope.freq_base` |
 //! | `linear`, `yarn` | and `rope.scaling.type`, `rope.scaling.factor`, for yarn the original context and its parameters |
 //! | `llama3` | and the tensor `rope_freqs.weight`: for each frequency the number by which it is divided |
+//! | `proportional` (Gemma 4) | and `rope_freqs.weight`, with 10³⁰ for a pair that does not rotate |
 //! | `longrope` (Phi-3) | and the tensors `rope_factors_long.weight` and `rope_factors_short.weight` |
 //!
 //! Other types are refused by name.
@@ -43,17 +44,29 @@ impl Rope {
             .map_err(|cause| file_error(&config.path, cause.to_string()))?;
         let fields = |fields| Fields { path: config.path.clone(), fields };
         let (kind, parameters) = (full.rope_type, fields(full.numbers));
+        let local_kind = local.rope_type;
+        let is_proportional = kind.as_deref() == Some(PROPORTIONAL);
         let fraction = match parameters.optional_number("partial_rotary_factor")? {
+            // Whole heads, in which some pairs do not rotate.
+            _ if is_proportional => 1.0,
             Some(fraction) => fraction,
             None => {
                 config.optional_number("partial_rotary_factor")?.or(family.partial_rotation).unwrap_or(1.0)
             }
         };
+        let local = fields(local.numbers);
+        if family.is_gemma4 && local_kind.as_deref().is_some_and(|kind| kind != "default") {
+            return Err(unsupported(
+                format!("the `rope_type` of layers with a window of a `{}`", family.model_type),
+                format!("`{}`", local_kind.unwrap_or_default()),
+                "llama.cpp does not scale their frequencies",
+            ));
+        }
         let rope = Self {
             kind: kind.unwrap_or_else(|| "default".to_owned()),
             base: parameters.optional_number("rope_theta")?.unwrap_or(family.theta),
             fraction,
-            window_base: fields(local.numbers).optional_number("rope_theta")?,
+            window_base: local.optional_number("rope_theta")?,
             parameters,
         };
         rope.check(family)?;
@@ -120,7 +133,8 @@ impl Rope {
 
     /// Returns the number of a head's elements that rotate.
     fn rotated(&self, sizes: &Sizes) -> u64 {
-        (sizes.head_dim as f64 * self.fraction) as u64
+        let head = sizes.gemma4.map_or(sizes.head_dim, |gemma4| gemma4.head_dim);
+        (head as f64 * self.fraction) as u64
     }
 }
 
@@ -154,6 +168,9 @@ pub(super) fn keys(config: &Fields, family: &Family, sizes: &Sizes) -> Result<Ve
         vec![("rope.dimension_count", count(rope.rotated(sizes))), ("rope.freq_base", float(rope.base))];
     if let Some(base) = rope.window_base.filter(|_| family.local_theta.is_some()) {
         keys.push(("rope.freq_base_swa", float(base)));
+    }
+    if family.is_gemma4 {
+        keys.push(("rope.dimension_count_swa", count(sizes.head_dim)));
     }
     if sizes.linear.is_some() {
         keys.push(("rope.dimension_sections", Value::Array(Array::I32(rope.sections()?))));
@@ -250,6 +267,8 @@ pub(super) fn factors(
 ) -> Result<Vec<(&'static str, Vec<f32>)>> {
     let rope = Rope::read(config, family)?;
     match &*rope.kind {
+        // llama.cpp expects them of this family.
+        _ if family.is_gemma4 => Ok(vec![("rope_freqs.weight", proportional(&rope, sizes)?)]),
         "llama3" => Ok(vec![("rope_freqs.weight", llama3(&rope, sizes)?)]),
         "longrope" | "su" => {
             let half = rope.rotated(sizes) as usize / 2;
@@ -271,6 +290,26 @@ pub(super) fn factors(
         }
         _ => Ok(Vec::new()),
     }
+}
+
+/// The divisor of a pair that does not rotate.
+pub(crate) const UNROTATED: f32 = 1e30;
+/// The name of Gemma 4's scaling.
+const PROPORTIONAL: &str = "proportional";
+
+/// Returns the numbers by which Gemma 4's scaling divides the frequencies.
+fn proportional(rope: &Rope, sizes: &Sizes) -> Result<Vec<f32>> {
+    let share = match rope.kind == PROPORTIONAL {
+        true => rope.parameters.optional_number("partial_rotary_factor")?.unwrap_or(1.0),
+        false => 1.0,
+    };
+    let factor = match rope.kind == PROPORTIONAL {
+        true => rope.parameters.optional_number("factor")?.unwrap_or(1.0),
+        false => 1.0,
+    };
+    let frequencies = Frequencies { theta: rope.base, scaling: Scaling::Proportional { share, factor } };
+    let divisors = frequencies.divisors(rope.rotated(sizes) as i64);
+    Ok(divisors.map(|divisor| if divisor.is_finite() { divisor as f32 } else { UNROTATED }).collect())
 }
 
 /// Returns the numbers by which Llama 3's scaling divides the frequencies.

@@ -3,6 +3,7 @@
 use decoder::{AttentionBias, Windows};
 use serde_json::{Map, Value as Json, json};
 
+use super::gemma4::Layers;
 use super::metadata::{Metadata, integers, missing};
 use super::rope;
 use crate::error::{Result, file_error, unsupported};
@@ -44,8 +45,15 @@ pub(super) fn config(
         return Err(file_error(metadata.path, reason));
     }
     let heads = metadata.size("attention.head_count")?;
-    let head_dim = metadata.optional_size("attention.key_length")?.unwrap_or(hidden / heads);
     let facts = family.kind.facts();
+    let of_layers = facts.is_gemma4.then(|| Layers::read(metadata, layers, heads)).transpose()?;
+    let (head_dim, kv_heads) = match &of_layers {
+        Some(of_layers) => (of_layers.head_dim, of_layers.kv_heads),
+        None => (
+            metadata.optional_size("attention.key_length")?.unwrap_or(hidden / heads),
+            metadata.optional_size("attention.head_count_kv")?.unwrap_or(heads),
+        ),
+    };
     let mut config = json!({
         "architectures": [facts.architecture],
         "model_type": facts.model_type,
@@ -53,7 +61,7 @@ pub(super) fn config(
         "hidden_size": hidden,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": metadata.optional_size("attention.head_count_kv")?.unwrap_or(heads),
+        "num_key_value_heads": kv_heads,
         "head_dim": head_dim,
         "max_position_embeddings": metadata.size("context_length")?,
         "rms_norm_eps": metadata.float("attention.layer_norm_rms_epsilon")?,
@@ -65,7 +73,8 @@ pub(super) fn config(
             put(key, value);
         }
     } else {
-        put("intermediate_size", metadata.size("feed_forward_length")?.into());
+        let width = of_layers.as_ref().map(|of_layers| Ok(of_layers.feed_forward));
+        put("intermediate_size", width.unwrap_or_else(|| metadata.size("feed_forward_length"))?.into());
     }
     for (role, name) in [("bos", "bos"), ("eos", "eos"), ("pad", "padding")] {
         if let Some(token) = metadata.token(name) {
@@ -80,8 +89,12 @@ pub(super) fn config(
     }
     put(if family.is_gemma { "hidden_activation" } else { "hidden_act" }, family.activation().into());
     if family.is_gemma {
-        put("query_pre_attn_scalar", family.query_scalar(layers, hidden, heads, head_dim).into());
-        put("final_logit_softcapping", metadata.optional_float("final_logit_softcapping")?.into());
+        if of_layers.is_none() {
+            put("query_pre_attn_scalar", family.query_scalar(layers, hidden, heads, head_dim).into());
+        }
+        // 0 is none.
+        let cap = metadata.optional_float("final_logit_softcapping")?.filter(|cap| *cap != 0.0);
+        put("final_logit_softcapping", cap.into());
     }
     if facts.softcaps.is_some() {
         put("attn_logit_softcapping", metadata.optional_float("attn_logit_softcapping")?.into());
@@ -105,6 +118,12 @@ pub(super) fn config(
         put("embedding_multiplier", number("embedding_scale", 1.0)?.into());
         put("residual_multiplier", number("residual_scale", 1.0)?.into());
         put("logits_scaling", number("logit_scale", 1.0)?.into());
+    }
+    if let Some(of_layers) = &of_layers {
+        for (key, value) in of_layers.fields(metadata, tensors, vocabulary)? {
+            put(key, value);
+        }
+        return Ok(config.as_object().cloned().unwrap_or_default());
     }
     let rotated = metadata.optional_size("rope.dimension_count")?.unwrap_or(head_dim);
     for (key, value) in rope::fields(metadata, family, tensors, (rotated, head_dim))? {

@@ -5,12 +5,14 @@
 //! |---|---|
 //! | `gpt2` | byte-level BPE with the file's merges; `pre` names the expressions at which texts are split |
 //! | `llama` | BPE with bytes for unknown characters; its merges follow from the scores ([`sentencepiece`]) |
+//! | `gemma4` | the same with the file's merges ([`gemma4`]) |
 //! | `t5` | Unigram with the file's scores |
 //!
 //! Types of tokens: one of control becomes a special added token, one of the user an added token, both found as wholes in a text. A `[PADn]`
 //! of type unused is a row of the embedding without a token.
 
 mod byte_level;
+mod gemma4;
 mod sentencepiece;
 mod unigram;
 
@@ -126,12 +128,13 @@ pub(super) fn files(metadata: &Metadata<'_>) -> Result<Vec<(&'static str, String
     let parts = match kind {
         "gpt2" => byte_level::parts(metadata, &tokens)?,
         "llama" => sentencepiece::parts(metadata, &tokens)?,
+        "gemma4" => gemma4::parts(metadata, &tokens)?,
         "t5" => unigram::parts(metadata, &tokens)?,
         other => {
             return Err(unsupported(
                 format!("the tokenizer of {}", metadata.path.display()),
                 format!("`{other}`"),
-                "gpt2, llama and t5 can be read",
+                "gpt2, llama, gemma4 and t5 can be read",
             ));
         }
     };

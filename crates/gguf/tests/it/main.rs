@@ -5,6 +5,7 @@ mod blocks;
 mod container;
 mod fuzz_files;
 mod fuzz_models;
+mod gemma4;
 mod memory;
 mod mixtures;
 mod model;

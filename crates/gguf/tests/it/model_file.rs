@@ -193,7 +193,7 @@ fn what_cannot_be_read_is_refused_by_name() {
     refused(
         &set("general.architecture", Some("mamba".into())),
         expect![
-            "the architecture of changed.gguf is not supported: `mamba`; those that can be read are llama, granite, smollm3, qwen2, qwen3, qwen3moe, gpt-oss, qwen35moe, qwen35, olmo2, phi3, gemma2, gemma3"
+            "the architecture of changed.gguf is not supported: `mamba`; those that can be read are llama, granite, smollm3, qwen2, qwen3, qwen3moe, gpt-oss, qwen35moe, qwen35, olmo2, phi3, gemma2, gemma3, gemma4"
         ],
     );
     refused(

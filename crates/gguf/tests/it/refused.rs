@@ -28,7 +28,7 @@ fn options_that_llama_cpp_would_read_differently_are_refused() {
         "model_type",
         json!("mamba"),
         expect![
-            "the `model_type` is not supported: `mamba`; the families that can be converted are llama, mistral, granite, smollm3, qwen2, qwen3, qwen3_moe, gpt_oss, qwen3_5_moe_text, qwen3_5_text, olmo2, phi3, gemma2, gemma3_text"
+            "the `model_type` is not supported: `mamba`; the families that can be converted are llama, mistral, granite, smollm3, qwen2, qwen3, qwen3_moe, gpt_oss, qwen3_5_moe_text, qwen3_5_text, olmo2, phi3, gemma2, gemma3_text, gemma4_text"
         ],
     );
     refused(
