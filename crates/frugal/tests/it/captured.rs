@@ -121,6 +121,10 @@ fn every_technique_has_its_bits_in_repeated_steps_or_is_refused() {
         with(config, 0.2, &["fused loss"]);
         config.model.dtype = Some(Dtype::Nf4);
     });
+    check("LoRA over blocks with dropout", &|config| {
+        with(config, 0.2, &["fused loss"]);
+        config.model.dtype = Some(Dtype::Gguf);
+    });
     expect![[r#"
         none: 5 of 8 steps repeated, the same bits
         LoRA: 5 of 8 steps repeated, the same bits
@@ -159,6 +163,7 @@ fn every_technique_has_its_bits_in_repeated_steps_or_is_refused() {
         LoRA with dropout, recompute layers: 5 of 8 steps repeated, the same bits
         LoRA with dropout, fused loss, bf16, packing: 5 of 8 steps repeated, the same bits
         LoRA over NF4 with dropout: 5 of 8 steps repeated, the same bits
+        LoRA over blocks with dropout: 5 of 8 steps repeated, the same bits
     "#]].assert_eq(&lines);
 }
 

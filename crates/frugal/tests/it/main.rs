@@ -1,5 +1,6 @@
 //! The tests of `frugal` that need only its public interface: one binary, a module per behaviour.
 
+mod blocks_file;
 mod captured;
 mod cast_cache;
 mod config;
@@ -17,9 +18,9 @@ mod gsm8k_tokenize;
 mod joint_projections;
 mod layers_over_ranks;
 mod mixtures;
-mod nf4;
 mod pairs;
 mod predicted_peaks;
+mod quantized_base;
 mod real_models;
 mod recipe;
 mod refused_allocations;

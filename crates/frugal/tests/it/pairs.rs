@@ -21,9 +21,11 @@ use frugal::training::masked_rows::{Layout, MaskedBatches, MaskedRow};
 use frugal::training::observer::{Observer, StepRecord};
 use frugal::training::trainer::Overflow;
 use frugal::{Config, Error, Recipe};
+use gguf::TensorType;
 use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
+use crate::blocks_file::Shape;
 use crate::techniques::{Family, Promise, TECHNIQUES, Technique};
 
 /// Rows of an epoch, which is one step.
@@ -84,13 +86,27 @@ fn noise(model: &dyn LanguageModel) {
     }
 }
 
-/// Applies the techniques to a model: made here, or in NF4 opened from files.
+/// A model of three layers in blocks of several types.
+const BLOCKS: Shape = Shape {
+    architecture: "llama",
+    vocabulary: 260,
+    hidden: 256,
+    inner: 256,
+    layers: 3,
+    embedding: TensorType::Q6K,
+    output: None,
+};
+
+/// Applies the techniques to a model: made here, or for a quantized base opened from files.
 #[allow(clippy::result_large_err, reason = "a test's errors are few")]
 pub(crate) fn prepare(recipe: &Recipe, family: Family) -> Result<Prepared, Error> {
-    if recipe.config().model.dtype != Some(Dtype::Nf4) {
-        return recipe.apply(model(family));
+    let folder = tempfile::tempdir().unwrap();
+    match recipe.config().model.dtype {
+        Some(Dtype::Gguf) => return recipe.open(&BLOCKS.open(folder.path()), Device::Cpu),
+        Some(Dtype::Nf4) => {}
+        _ => return recipe.apply(model(family)),
     }
-    let (folder, options) = (tempfile::tempdir().unwrap(), (Kind::Float, Device::Cpu));
+    let options = (Kind::Float, Device::Cpu);
     let dense = Llama::new(&DecoderConfig::llama(VOCABULARY, 16, 24, 3, 2), options).unwrap();
     noise(&dense);
     hugging_face::save(&dense, folder.path(), hugging_face::SHARD_BYTES).unwrap();

@@ -1,4 +1,4 @@
-//! A base in NF4 with every technique.
+//! A base in NF4, or in the blocks of a GGUF file, with every technique.
 
 use std::time::Duration;
 
@@ -19,6 +19,13 @@ const NF4: Technique = Technique {
     set: |config, _| config.model.dtype = Some(Dtype::Nf4),
 };
 
+const BLOCKS: Technique = Technique {
+    name: "blocks",
+    group: "dtype",
+    promise: Promise::Nothing,
+    set: |config, _| config.model.dtype = Some(Dtype::Gguf),
+};
+
 /// The optimizer's place without offloading is refused in any dtype.
 const ON_THE_HOST: Technique = Technique {
     name: "offload, optimizer on the host",
@@ -34,14 +41,14 @@ fn run(techniques: &[&Technique]) -> Result<Outcome, Box<Error>> {
     run_over(Family::Llama, techniques, None, Overflow::Skip).map_err(Box::new)
 }
 
-#[test]
-fn every_technique_keeps_its_promise_over_nf4_or_is_refused_by_name() {
+/// Returns what is refused beside the base.
+fn refused(base: &Technique) -> String {
     let mut refused = Vec::new();
     for adapter in &TECHNIQUES[..2] {
         assert_eq!(adapter.group, "adapter");
-        let without = run(&[&NF4, adapter]).unwrap();
+        let without = run(&[base, adapter]).unwrap();
         for technique in TECHNIQUES.iter().chain([&ON_THE_HOST]).filter(|other| other.group != "adapter") {
-            match run(&[&NF4, adapter, technique]) {
+            match run(&[base, adapter, technique]) {
                 Ok(with) => {
                     let found = broken(technique.promise, &with, &without, Rounding::Low);
                     assert!(found.is_none(), "{} + {}: {found:?}", adapter.name, technique.name);
@@ -53,10 +60,20 @@ fn every_technique_keeps_its_promise_over_nf4_or_is_refused_by_name() {
             }
         }
     }
-    let error = run(&[&NF4]).err().expect("an adapter is needed");
+    let error = run(&[base]).err().expect("an adapter is needed");
     refused.push(format!("no adapter: {error}"));
     refused.sort();
     refused.dedup();
+    refused.join("\n")
+}
+
+#[test]
+fn every_technique_keeps_its_promise_over_blocks_or_is_refused_by_name() {
+    expect![[""]].assert_eq(&refused(&BLOCKS));
+}
+
+#[test]
+fn every_technique_keeps_its_promise_over_nf4_or_is_refused_by_name() {
     expect![[r#"
         MLP level input-only-tiled: `model.dtype = "nf4"` and `mlp.level` cannot be combined: the recomputed MLP is one function over three weights of a floating dtype; leave `mlp.level` out and use `activations.recompute = "mlp"`
         MLP level input-only: `model.dtype = "nf4"` and `mlp.level` cannot be combined: the recomputed MLP is one function over three weights of a floating dtype; leave `mlp.level` out and use `activations.recompute = "mlp"`
@@ -64,7 +81,7 @@ fn every_technique_keeps_its_promise_over_nf4_or_is_refused_by_name() {
         a frozen layer: `model.freeze` and `adapter` cannot be combined: an adapter freezes the whole base; leave `model.freeze` out
         fp8: `model.dtype = "nf4"` and `precision.compute = "fp8"` cannot be combined: a product in fp8 rounds its weight again; use `precision.compute = "bf16"`
         no adapter: `model.dtype = "nf4"` and full fine-tuning cannot be combined: quantized weights cannot take the steps of an optimizer; train an adapter, or use `model.dtype = "bfloat16"`
-        optimizer on the host: `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&refused.join("\n"));
+        optimizer on the host: `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&refused(&NF4));
 }
 
 /// A rank's process runs this test alone.
@@ -88,15 +105,16 @@ fn a_rank() {
                 },
             },
         };
-        let group = Group::new(&store, "nf4", GroupConfig::default()).unwrap();
-        let techniques = |number| [NF4, LORA, stage(number)];
-        let over = |number: u8, ranks: &Group| {
-            let all = techniques(number);
-            run_over(Family::Llama, &all.each_ref(), Some(ranks), Overflow::Skip).map_err(Box::new)
-        };
-        let (divided, alone) = (over(2, &group).unwrap(), over(2, &Group::alone()).unwrap());
-        assert!(broken(Promise::Bits, &divided, &alone, Rounding::Fp32).is_none());
-        println!("{}", over(3, &group).map(|_| ()).unwrap_err());
+        let group = Group::new(&store, "quantized", GroupConfig::default()).unwrap();
+        for base in [NF4, BLOCKS] {
+            let over = |number: u8, ranks: &Group| {
+                let all = [&base, &LORA, &stage(number)];
+                run_over(Family::Llama, &all, Some(ranks), Overflow::Skip).map_err(Box::new)
+            };
+            let (divided, alone) = (over(2, &group).unwrap(), over(2, &Group::alone()).unwrap());
+            assert!(broken(Promise::Bits, &divided, &alone, Rounding::Fp32).is_none(), "{}", base.name);
+            println!("{}", over(3, &group).map(|_| ()).unwrap_err());
+        }
         group.barrier("end").unwrap();
     });
 }
@@ -111,7 +129,7 @@ const LORA: Technique = Technique {
 
 #[test]
 fn two_ranks_compute_the_bits_of_one() {
-    let printed = Ranks::new("nf4::a_rank", 2).run(&());
+    let printed = Ranks::new("quantized_base::a_rank", 2).run(&());
     assert_eq!(printed[0], printed[1]);
     expect![[r#"`model.dtype = "nf4"` and 2 ranks cannot be combined: layers that are divided are placeholders of NaN between their uses, which bytes of quantized weights do not have; use `optimizer.zero_stage = 2`, where each rank has the whole base"#]].assert_eq(&printed[0].join("\n"));
 }

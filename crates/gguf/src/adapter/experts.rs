@@ -61,9 +61,10 @@ impl Adapter {
         scale: Scale<'_>,
     ) -> Result<Vec<Planned>> {
         let unknown = || unsupported("an adapter", format!("of `{module}.{tensor}`"), super::EXPORT_MERGED);
-        let Some(experts) = self.sizes.experts else { return Err(unknown()) };
+        let sizes = self.decoder.sizes();
+        let Some(experts) = sizes.experts else { return Err(unknown()) };
         let is_down = tensor == NAMES[1];
-        let (hidden, inner) = (self.sizes.hidden, experts.feed_forward);
+        let (hidden, inner) = (sizes.hidden, experts.feed_forward);
         let [inputs, outputs] = if is_down { [inner, hidden] } else { [hidden, 2 * inner] };
         let (Some(first), Some(second)) = (self.tensors.get(a), self.tensors.get(b)) else {
             return Err(file_error(&self.folder, format!("`{module}` has only one of lora_A and lora_B")));
@@ -94,7 +95,7 @@ impl Adapter {
         for &(projection, first_row, step) in parts {
             let weight = format!("{module}.0.{projection}.weight");
             let parsed = MixtureTensor::parse(self.family.kind, &weight);
-            let Some((layer, of_layer)) = parsed.filter(|(layer, _)| *layer < self.sizes.layers) else {
+            let Some((layer, of_layer)) = parsed.filter(|(layer, _)| *layer < sizes.layers) else {
                 return Err(unknown());
             };
             let target = format!("blk.{layer}.{}", of_layer.gguf_name());
