@@ -107,8 +107,7 @@ pub struct Facts {
     pub has_long_rope: bool,
     /// Whether layers have a [`Mixture`](crate::Mixture) of experts in place of the MLP.
     pub has_experts: bool,
-    /// Whether a mixture is gpt-oss's: the router, which is `mlp.router`, and the experts have biases, and the experts' SwiGLU is
-    /// [clamped](crate::ClampedSwiglu).
+    /// Whether a mixture is gpt-oss's: `mlp.router` and the experts have biases, whose SwiGLU is [clamped](crate::ClampedSwiglu).
     pub has_clamped_experts: bool,
     /// Whether each query head has a sink, `self_attn.sinks`: a score whose weight multiplies no value.
     pub has_sinks: bool,
@@ -352,8 +351,7 @@ families! {
         ..GEMMA3
     }
 
-    /// Gemma 4's text model, dense: norms of queries, keys and values, layers of two widths of heads, a second embedding whose rows each
-    /// layer gets a part of, and last layers that attend to the keys of earlier ones.
+    /// Gemma 4's dense text model: two widths of heads, a second embedding for the layers, last layers that attend to earlier ones' keys.
     Gemma4 = GEMMA4 {
         model_type: "gemma4_text",
         architecture: "Gemma4ForCausalLM",

@@ -15,8 +15,8 @@ use crate::options::LoraLinearConfig;
 
 /// Hugging Face's name of a decoder's embedding.
 pub(crate) const EMBEDDING: &str = "model.embed_tokens";
-/// That of the second one of a Gemma 4.
-const PER_LAYER_EMBEDDING: &str = "model.embed_tokens_per_layer";
+/// That of the second one of a Gemma 4, whose rows are no rows of tokens.
+pub(crate) const PER_LAYER_EMBEDDING: &str = "model.embed_tokens_per_layer";
 /// The value for every projection except the head.
 const ALL_LINEAR: &str = "all-linear";
 /// PEFT's default targets: of Phi-3 the last, of the other families the others.

@@ -11,6 +11,7 @@ use super::plan::{PlannedSite, PlannedWhole};
 use super::survey::Survey;
 use crate::config::{LoraConfig, TokenIndices};
 use crate::error::{Error, Result, unsupported};
+use crate::targets::PER_LAYER_EMBEDDING;
 use kernels::quantized::{is_quantized, matrix_shape};
 
 const FIELD: &str = "trainable_token_indices";
@@ -150,7 +151,9 @@ pub(crate) fn planned(survey: &Survey, config: &LoraConfig) -> Result<Vec<Planne
         [path] => table(path).map(|base| ((*path).clone(), base)),
         _ => None,
     };
-    let embeddings: Vec<&String> = survey.embeddings.iter().map(|found| &found.path).collect();
+    // As in PEFT.
+    let of_tokens = survey.embeddings.iter().filter(|found| found.name != PER_LAYER_EMBEDDING);
+    let embeddings: Vec<&String> = of_tokens.map(|found| &found.path).collect();
     let heads: Vec<&String> = survey.heads.iter().collect();
     let (Some((embedding, lookup)), Some((head, output))) = (of(&embeddings), of(&heads)) else {
         let remedy = "it needs a model with one embedding and one head that is a projection";
