@@ -1,8 +1,8 @@
 """Greedy generation of a pretrained model by llama.cpp (`xllamacpp`), one and several prompts at a time.
 
-Our program (`FRUGAL_PROGRAM`) writes the model's GGUF file (`FRUGAL_MODELS`) in each type, llama.cpp reads that. A token's time is that of
-`n` new tokens less that of one, over n − 1, so reading the prompts is left out; several prompts are in as many slots of one server. The
-record names what llama.cpp's build uses of the processor. Writes one JSON record per figure.
+`frugal`, beside our program of measurements (`FRUGAL_PROGRAM`), writes the model's GGUF file (`FRUGAL_MODELS`) in each type, and llama.cpp
+reads that. A token's time is that of `n` new tokens less that of one, over n − 1, so reading the prompts is left out; several prompts are in
+as many slots of one server. The record names what llama.cpp's build uses of the processor. Writes one JSON record per figure.
 """
 
 import argparse
@@ -63,7 +63,9 @@ def main():
     where = environment(torch.device(args.device))
     where["packages"] = where["packages"] | {"xllamacpp": xllamacpp.__version__}
     records = Records(args.records, "generation", where)
-    program, model = os.environ["FRUGAL_PROGRAM"], pathlib.Path(os.environ.get("FRUGAL_MODELS", "")) / args.model
+    # The measurements' program, with the user's beside it.
+    program = pathlib.Path(os.environ["FRUGAL_PROGRAM"]).with_name("frugal")
+    model = pathlib.Path(os.environ.get("FRUGAL_MODELS", "")) / args.model
     if not model.exists():
         why = f"{args.model} is not installed; run `cargo xtask setup --models`"
         records.put({"impl": "llama.cpp"}, [not_measured("tokens_per_second", "tokens/s", why)])
