@@ -119,7 +119,7 @@ fn flags_of_another_format_and_missing_parts_of_an_export_are_refused() {
         &tiny,
         "export --format gguf --model @model --out @x.gguf",
         expect![[r#"
-            error: the `model_type` is not supported: `mamba`; the families that can be converted are llama, mistral, granite, smollm3, qwen2, qwen3, qwen3_moe, gpt_oss, qwen3_5_moe_text, qwen3_5_text, olmo2, phi3, gemma2, gemma3_text
+            error: the `model_type` is not supported: `mamba`; the families that can be converted are llama, mistral, granite, smollm3, qwen2, qwen3, qwen3_moe, gpt_oss, qwen3_5_moe_text, qwen3_5_text, olmo2, phi3, gemma2, gemma3_text, gemma4_text
         "#]],
     );
     assert!(!tiny.path("x.gguf").exists() && !tiny.path("x").exists());

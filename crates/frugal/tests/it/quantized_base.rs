@@ -69,7 +69,14 @@ fn refused(base: &Technique) -> String {
 
 #[test]
 fn every_technique_keeps_its_promise_over_blocks_or_is_refused_by_name() {
-    expect![[""]].assert_eq(&refused(&BLOCKS));
+    expect![[r#"
+        MLP level input-only-tiled: `model.dtype = "gguf"` and `mlp.level` cannot be combined: the recomputed MLP is one function over three weights of a floating dtype; leave `mlp.level` out and use `activations.recompute = "mlp"`
+        MLP level input-only: `model.dtype = "gguf"` and `mlp.level` cannot be combined: the recomputed MLP is one function over three weights of a floating dtype; leave `mlp.level` out and use `activations.recompute = "mlp"`
+        MLP level save-one: `model.dtype = "gguf"` and `mlp.level` cannot be combined: the recomputed MLP is one function over three weights of a floating dtype; leave `mlp.level` out and use `activations.recompute = "mlp"`
+        a frozen layer: `model.freeze` and `adapter` cannot be combined: an adapter freezes the whole base; leave `model.freeze` out
+        fp8: `model.dtype = "gguf"` and `precision.compute = "fp8"` cannot be combined: a product in fp8 rounds its weight again; use `precision.compute = "bf16"`
+        no adapter: `model.dtype = "gguf"` and full fine-tuning cannot be combined: quantized weights cannot take the steps of an optimizer; train an adapter, or use `model.dtype = "bfloat16"`
+        optimizer on the host: `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&refused(&BLOCKS));
 }
 
 #[test]
@@ -131,5 +138,7 @@ const LORA: Technique = Technique {
 fn two_ranks_compute_the_bits_of_one() {
     let printed = Ranks::new("quantized_base::a_rank", 2).run(&());
     assert_eq!(printed[0], printed[1]);
-    expect![[r#"`model.dtype = "nf4"` and 2 ranks cannot be combined: layers that are divided are placeholders of NaN between their uses, which bytes of quantized weights do not have; use `optimizer.zero_stage = 2`, where each rank has the whole base"#]].assert_eq(&printed[0].join("\n"));
+    expect![[r#"
+        `model.dtype = "nf4"` and 2 ranks cannot be combined: layers that are divided are placeholders of NaN between their uses, which bytes of quantized weights do not have; use `optimizer.zero_stage = 2`, where each rank has the whole base
+        `model.dtype = "gguf"` and 2 ranks cannot be combined: layers that are divided are placeholders of NaN between their uses, which bytes of quantized weights do not have; use `optimizer.zero_stage = 2`, where each rank has the whole base"#]].assert_eq(&printed[0].join("\n"));
 }
