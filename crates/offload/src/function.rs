@@ -236,7 +236,7 @@ pub(crate) fn differentiate(results: &[Tensor], gradients: &[Option<Tensor>], ke
         return Ok(());
     }
     let _grad = GradMode::on();
-    Ok(backward_with(&reached, &upstream, keep)?)
+    backward_with(&reached, &upstream, keep)
 }
 
 impl OverlapOffloadFunction {

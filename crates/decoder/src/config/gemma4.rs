@@ -188,7 +188,8 @@ impl DecoderConfig {
 /// Returns the types of all layers: each sixth attends in full in a file without a list, and the last in any case.
 pub(super) fn layer_types(file: &HuggingFace, listed: Vec<LayerType>) -> Vec<LayerType> {
     let layers = usize::try_from(file.num_hidden_layers.clamp(0, MAX_LAYERS)).unwrap_or(0);
-    let by_rule = |layer: usize| if (layer + 1) % 6 == 0 { LayerType::Full } else { LayerType::Sliding };
+    let by_rule =
+        |layer: usize| if (layer + 1).is_multiple_of(6) { LayerType::Full } else { LayerType::Sliding };
     let mut types = if listed.is_empty() { (0..layers).map(by_rule).collect() } else { listed };
     if let Some(last) = types.last_mut() {
         *last = LayerType::Full;

@@ -204,9 +204,9 @@ fn adapters_of_experts_are_planned() {
     assert!(kept(&many) - kept(&few) >= 16 * numbers, "{few} {many}");
     let (_, notes) = tiny.succeed(&format!("finetune --model moe {TRAINING} {EXPERTS} --steps 1 --dry-run"));
     assert!(!notes.contains("is not predicted"), "{notes}");
-    let flops = json(&format!(
-        "plan flops --model moe --targets none --target-parameters gate_up_proj --r 2 --length 32 --json"
-    ));
+    let flops = json(
+        "plan flops --model moe --targets none --target-parameters gate_up_proj --r 2 --length 32 --json",
+    );
     let names: Vec<&str> =
         flops["products"].as_array().unwrap().iter().map(|row| row["product"].as_str().unwrap()).collect();
     assert!(names.contains(&"mlp.experts.gate_up_proj adapter"), "{names:?}");

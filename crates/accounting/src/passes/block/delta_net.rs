@@ -139,7 +139,7 @@ impl Block {
         // The norm, and SiLU(z) ⊙ norm.
         tracker.make(linear.values + linear.wide_heads);
         tracker.make(linear.values);
-        if !(keeps && !self.keeps_output) {
+        if !keeps || self.keeps_output {
             tracker.free(linear.values);
         }
         if !keeps {

@@ -57,13 +57,11 @@ unsafe fn part(x: &[bf16; CHUNK]) -> Part {
     for (pair, x) in x.as_chunks::<PAIR>().0.iter().enumerate() {
         let (integers, step) = rounded(x);
         for (unit, integers) in (2 * pair..).zip(integers.as_chunks::<UNIT>().0) {
-            let mut sum = 0;
-            for at in 0..UNIT {
-                part.numbers[unit * UNIT + at] = integers[at] as i16;
-                sum += integers[at];
+            for (number, integer) in part.numbers[unit * UNIT..].iter_mut().zip(integers) {
+                *number = *integer as i16;
             }
             part.steps[unit] = step;
-            part.sums[unit] = step * sum as f32;
+            part.sums[unit] = step * integers.iter().sum::<i32>() as f32;
         }
     }
     part
