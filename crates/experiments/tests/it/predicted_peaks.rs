@@ -15,7 +15,7 @@ fn the_peaks_of_other_families_are_within_three_percent_of_the_prediction() {
     compare(rows_of_families(), 0.03);
 }
 
-/// Compares each row's peak with its prediction, of which it may differ by this share.
+/// Compares each row's peak with its prediction, within this relative tolerance.
 fn compare(rows: Vec<Row>, tolerance: f64) {
     runtime::memory::track_cpu().unwrap();
     // The first run makes all that a process makes once.

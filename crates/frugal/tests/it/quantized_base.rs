@@ -67,20 +67,8 @@ fn refused(base: &Technique) -> String {
     refused.join("\n")
 }
 
-#[test]
-fn every_technique_keeps_its_promise_over_blocks_or_is_refused_by_name() {
-    expect![[r#"
-        MLP level input-only-tiled: `model.dtype = "gguf"` and `mlp.level` cannot be combined: the recomputed MLP is one function over three weights of a floating dtype; leave `mlp.level` out and use `activations.recompute = "mlp"`
-        MLP level input-only: `model.dtype = "gguf"` and `mlp.level` cannot be combined: the recomputed MLP is one function over three weights of a floating dtype; leave `mlp.level` out and use `activations.recompute = "mlp"`
-        MLP level save-one: `model.dtype = "gguf"` and `mlp.level` cannot be combined: the recomputed MLP is one function over three weights of a floating dtype; leave `mlp.level` out and use `activations.recompute = "mlp"`
-        a frozen layer: `model.freeze` and `adapter` cannot be combined: an adapter freezes the whole base; leave `model.freeze` out
-        fp8: `model.dtype = "gguf"` and `precision.compute = "fp8"` cannot be combined: a product in fp8 rounds its weight again; use `precision.compute = "bf16"`
-        no adapter: `model.dtype = "gguf"` and full fine-tuning cannot be combined: quantized weights cannot take the steps of an optimizer; train an adapter, or use `model.dtype = "bfloat16"`
-        optimizer on the host: `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&refused(&BLOCKS));
-}
-
-#[test]
-fn every_technique_keeps_its_promise_over_nf4_or_is_refused_by_name() {
+/// Compares what is refused beside a base of this dtype, written as for NF4.
+fn check_refused(base: &Technique, dtype: &str) {
     expect![[r#"
         MLP level input-only-tiled: `model.dtype = "nf4"` and `mlp.level` cannot be combined: the recomputed MLP is one function over three weights of a floating dtype; leave `mlp.level` out and use `activations.recompute = "mlp"`
         MLP level input-only: `model.dtype = "nf4"` and `mlp.level` cannot be combined: the recomputed MLP is one function over three weights of a floating dtype; leave `mlp.level` out and use `activations.recompute = "mlp"`
@@ -88,7 +76,17 @@ fn every_technique_keeps_its_promise_over_nf4_or_is_refused_by_name() {
         a frozen layer: `model.freeze` and `adapter` cannot be combined: an adapter freezes the whole base; leave `model.freeze` out
         fp8: `model.dtype = "nf4"` and `precision.compute = "fp8"` cannot be combined: a product in fp8 rounds its weight again; use `precision.compute = "bf16"`
         no adapter: `model.dtype = "nf4"` and full fine-tuning cannot be combined: quantized weights cannot take the steps of an optimizer; train an adapter, or use `model.dtype = "bfloat16"`
-        optimizer on the host: `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&refused(&NF4));
+        optimizer on the host: `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&refused(base).replace(dtype, "nf4"));
+}
+
+#[test]
+fn every_technique_keeps_its_promise_over_blocks_or_is_refused_by_name() {
+    check_refused(&BLOCKS, "gguf");
+}
+
+#[test]
+fn every_technique_keeps_its_promise_over_nf4_or_is_refused_by_name() {
+    check_refused(&NF4, "nf4");
 }
 
 /// A rank's process runs this test alone.

@@ -161,7 +161,7 @@ impl Layers {
         if !is_known && !divisors.is_empty() {
             return Err(unsupported(
                 format!("`rope_freqs.weight` of {}", metadata.path.display()),
-                format!("{} divisors, of which {rotated} are below 1e30", divisors.len()),
+                format!("{} divisors, {rotated} of them below 1e30", divisors.len()),
                 "one divisor for the first pairs of a head, and 1e30 for the others can be read",
             ));
         }

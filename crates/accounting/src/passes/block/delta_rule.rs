@@ -2,7 +2,7 @@
 //!
 //! Tokens are computed in spans of 16 chunks of up to 64. Of a span, with h key heads, H value heads, keys of K and values of V numbers,
 //! chunks of n tokens, in fp32: q, k `[h, t, K]`; v, its results and gradients `[H, t, V]`; k for each value head `[H, t, K]`; pairs of a chunk's
-//! tokens `[h, t, n]` and `[H, t, n]`; the state `[H, K, V]`, of which backward has two for each chunk. Temporaries that a function's bindings
+//! tokens `[h, t, n]` and `[H, t, n]`; the state `[H, K, V]`; backward has two states for each chunk. Temporaries that a function's bindings
 //! hold live to its end.
 //!
 //! From forward to backward it keeps its inputs, and the state before each span but the first.

@@ -43,7 +43,7 @@ impl Terms {
             Ok(Term {
                 all_low: product(WHAT, &[tokens, experts.per_token, rank, 4])?,
                 low: product(WHAT, &[tokens, rank, 4])?,
-                // The part of an only expert is the whole, of which none is copied.
+                // The only expert's part is the whole tensor, so nothing is copied.
                 b: if experts.count > 1 { product(WHAT, &[outputs, rank, 4])? } else { 0 },
             })
         };
