@@ -67,6 +67,7 @@ pub(crate) fn placeholder(out: i64, device: Device) -> Result<Tensor> {
 }
 
 /// Returns whether a tensor is a [`placeholder`].
+#[cfg(feature = "gguf")]
 pub(crate) fn is_placeholder(tensor: &Tensor) -> bool {
     matches!(tensor.size()[..], [_, 0, 0])
 }

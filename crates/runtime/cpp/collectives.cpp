@@ -1,6 +1,7 @@
 // c10d behind the border. Contracts are in collectives.h.
 #include "collectives.h"
 #include "nccl.h"
+#include "nccl_stand_in.h"
 #include "versions.h"
 
 #define USE_C10D_GLOO
@@ -17,9 +18,11 @@ struct rt_store {
 };
 
 struct rt_group {
-  // What `backend` is over NCCL, and null over Gloo.
+  // What `backend` is over NCCL, and null otherwise.
   std::unique_ptr<NcclGroup> nccl;
   c10::intrusive_ptr<c10d::Backend> backend;
+  // Whether operations are enqueued on a device or what stands for one.
+  bool is_in_stream_order;
 };
 
 struct rt_transfer {
@@ -39,7 +42,7 @@ std::shared_ptr<gloo::transport::Device> gloo_device(const char* interface, cons
 }
 
 rt_transfer* transfer_of(const rt_group& group, c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> tensors) {
-  return new rt_transfer{std::move(work), std::move(tensors), group.nccl != nullptr};
+  return new rt_transfer{std::move(work), std::move(tensors), group.is_in_stream_order};
 }
 
 c10::intrusive_ptr<c10d::Store> store_below(const rt_store& store, const char* name) {
@@ -126,12 +129,17 @@ rt_status rt_store_check(rt_store* store, const char* key, int* out) {
 }
 
 rt_status rt_group_new(rt_store* store, const char* name, int rank, int size, const char* interface, const char* host,
-                       int64_t timeout, rt_group** out) {
+                       int64_t timeout, int stand_in, rt_group** out) {
   return guard([&] {
     auto options = c10d::ProcessGroupGloo::Options::create(in_milliseconds(timeout));
     options->devices.push_back(gloo_device(interface, host));
     auto gloo = c10::make_intrusive<c10d::ProcessGroupGloo>(store_below(*store, name), rank, size, std::move(options));
-    *out = new rt_group{nullptr, std::move(gloo)};
+    if (stand_in == 0) {
+      *out = new rt_group{nullptr, std::move(gloo), false};
+      return;
+    }
+    auto group = c10::make_intrusive<NcclStandIn>(std::move(gloo), rank, size, in_milliseconds(timeout));
+    *out = new rt_group{nullptr, std::move(group), true};
   });
 }
 
@@ -139,7 +147,7 @@ rt_status rt_group_new_nccl(rt_store* store, const char* name, int rank, int siz
   return guard([&] {
     auto nccl = NcclGroup::make(store_below(*store, name), name, rank, size, in_milliseconds(timeout));
     auto backend = nccl->backend();
-    *out = new rt_group{std::move(nccl), std::move(backend)};
+    *out = new rt_group{std::move(nccl), std::move(backend), true};
   });
 }
 
@@ -148,7 +156,11 @@ rt_status rt_group_connect(rt_group* group, int device) {
 }
 
 void rt_group_abort(rt_group* group) {
-  if (group->nccl != nullptr) group->nccl->abort();
+  if (group->nccl != nullptr) {
+    group->nccl->abort();
+  } else if (group->is_in_stream_order) {
+    group->backend->abort();
+  }
 }
 
 void rt_group_free(rt_group* group) { delete group; }

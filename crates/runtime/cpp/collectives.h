@@ -31,8 +31,10 @@ rt_status rt_store_check(rt_store* store, const char* key, int* out);
 // --- groups ---
 // Connects this rank with all others of the group `name` over Gloo. They meet at the network interface `interface`, or where that is null
 // at the address `host`, or where both are null at the address that this machine's name resolves to.
+// With `stand_in` the group behaves as one over NCCL (nccl_stand_in.h): what is said below of groups over NCCL is true of it, with tensors
+// on the CPU and the calling thread for the device's stream.
 rt_status rt_group_new(rt_store* store, const char* name, int rank, int size, const char* interface, const char* host,
-                       int64_t timeout, rt_group** out);
+                       int64_t timeout, int stand_in, rt_group** out);
 // The same over NCCL, without connecting. Preconditions of this and of all functions for such a group: libtorch_cuda is loaded, and the
 // tensors are on one device, which exists. `timeout` is that of every operation: then libtorch ends the process.
 rt_status rt_group_new_nccl(rt_store* store, const char* name, int rank, int size, int64_t timeout, rt_group** out);

@@ -91,6 +91,10 @@ rt_status rt_cuda_synchronize(int device) {
   return guard([&] { cuda().synchronizeDevice(static_cast<c10::DeviceIndex>(device)); });
 }
 
+rt_status rt_cuda_make_current(int device) {
+  return guard([&] { cuda().setDevice(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(device))); });
+}
+
 rt_status rt_cuda_synchronize_used() {
   return guard([&] {
     // Only with libtorch_cuda loaded may hasCUDA be called: libtorch keeps the first answer.

@@ -27,6 +27,8 @@ void* rt_cuda_runtime(const char* name);
 
 // --- a device ---
 rt_status rt_cuda_synchronize(int device);
+// Makes the device this thread's current one.
+rt_status rt_cuda_make_current(int device);
 // Waits for all work on every CUDA device that this process uses, and initialises no other; does nothing without CUDA.
 rt_status rt_cuda_synchronize_used();
 rt_status rt_cuda_memory(int device, uint64_t* free_bytes, uint64_t* total_bytes);

@@ -37,7 +37,7 @@
 //! - **Bits.** [`Order::Ordered`], the default, adds in fp32 (f64, i64) in the order of ranks: the result is that of one process which
 //!   adds the same tensors in turn, whatever arrives first, and however large the pieces.
 //! - **Memory.** What is received arrives in the given tensor, without a copy. A [`Work`] keeps its tensors until it is done. libtorch
-//!   counts a receive as an in-place change when it is posted. Reductions take up to `2 · (N − 1)` MiB beside.
+//!   counts a receive as an in-place change when it is posted. Reductions take up to `2 · (N − 1)` MiB beside, on a GPU 8 times as much.
 //! - **Bytes.** [`Group::bytes`] counts what crosses the wire, exactly: an all-gather or a reduce-scatter of `B` bytes sends `B · (N − 1)
 //!   / N` per rank.
 //! - **Time.** Every wait ends after the group's timeout. Then, or when a peer is gone, the group is dead: the error names rank, peer,
@@ -54,8 +54,10 @@
 //!
 //! A group whose [`GroupConfig::device`] is a CUDA device is connected by libtorch's NCCL, and its tensors are on that device. This is
 //! **written, never run on a GPU**: on a machine without one, whose CUDA runtime was made to report one, its classes were constructed and
-//! destroyed with the libraries of libtorch 2.11.0 and 2.13.0, and the code above them ran over a stand-in. Other versions of libtorch
-//! are refused.
+//! destroyed with the libraries of libtorch 2.11.0 and 2.13.0. Other versions of libtorch are refused. The code above them runs, in the
+//! tests of this crate, `sharding` and `frugal`, over a stand-in on CPUs ([`GroupConfig::nccl_stand_in`]), which has the first two
+//! differences that are listed below. It finds waits that are missing and orders that differ among ranks; it does not find a tensor that
+//! is on the host, because its own are.
 //!
 //! ```no_run
 //! # use runtime::collectives::{Group, GroupConfig, Store};
@@ -66,7 +68,7 @@
 //! ```
 //!
 //! An all-gather of equal shards is NCCL's own. One of unequal shards, and an ordered reduction, is one group of sends and receives for
-//! each round; an ordered reduction of `B` MiB has `B / N` rounds. What differs from a group on CPUs:
+//! each round; an ordered reduction of `B` MiB has `B / 8N` rounds. What differs from a group on CPUs:
 //!
 //! - **Waiting.** [`Work::wait`] makes the current stream wait, and returns. The host waits in [`Group::barrier`] and
 //!   [`Group::first_failure`] alone. Work that is posted on one stream may be waited for on another.

@@ -67,6 +67,16 @@ pub fn synchronize(device: Device) -> Result<()> {
     }
 }
 
+/// Makes a CUDA device this thread's current one, on which libtorch allocates what names no device, such as its workspaces and page-locked
+/// memory. One of several processes on a machine calls it before its first allocation, so that it takes no memory of another's GPU. The CPU
+/// needs nothing.
+///
+/// # Errors
+/// A device that does not exist.
+pub fn make_current(device: Device) -> Result<()> {
+    checked(device)?.map_or(Ok(()), sys::cuda_make_current)
+}
+
 /// Copies `source` into `target`, with conversion and broadcasting, on the current stream of the CUDA device involved. To and from
 /// pinned memory ([`pinned_empty`]) it returns before the copy is done: the host must wait for an event or synchronise before it
 /// reads the target. `tch`'s own `copy_` waits. Between two CPU tensors it is `copy_`.

@@ -23,11 +23,14 @@ pub struct GroupConfig {
     /// Where this rank's tensors are: the CPU, connected by Gloo, or a CUDA device, connected by NCCL ([written, never run on a
     /// GPU](super#gpus)).
     pub device: Device,
+    /// Connects CPUs by a stand-in for NCCL: operations are enqueued and run one after the other, messages are matched by their order
+    /// alone, and targets have no meaningful value before the wait. With it, code for GPUs is tested where there is none.
+    pub nccl_stand_in: bool,
 }
 
 impl Default for GroupConfig {
     fn default() -> Self {
-        Self { timeout: Duration::from_secs(300), device: Device::Cpu }
+        Self { timeout: Duration::from_secs(300), device: Device::Cpu, nccl_stand_in: false }
     }
 }
 
@@ -93,7 +96,15 @@ impl Group {
     /// # Errors
     /// Errors of [`Group::new`].
     pub fn duplicate(&self, name: &str) -> Result<Self> {
-        let (place, options) = ((self.rank(), self.0.members.clone()), self.0.options.clone());
+        self.reconnect(name, self.0.options.clone())
+    }
+
+    /// Connects the same ranks once more, in another way, such as GPUs beside this group's CPUs. All ranks call it.
+    ///
+    /// # Errors
+    /// Errors of [`Group::new`].
+    pub fn reconnect(&self, name: &str, options: GroupConfig) -> Result<Self> {
+        let place = (self.rank(), self.0.members.clone());
         match &self.0.store {
             Some(store) => Self::connect(store, name, place, options),
             None => Ok(Self::with(name, place, options, None, None)),
@@ -131,6 +142,9 @@ impl Group {
         let size = members.len();
         let refuse = |reason: String| Err(Error::invalid("group", format!("`{name}`: {reason}")));
         let cuda = checked(options.device)?;
+        if cuda.is_some() && options.nccl_stand_in {
+            return refuse("the stand-in for NCCL connects CPUs; give it Device::Cpu".to_owned());
+        }
         if size == 1 {
             return Ok(Self::with(name, (rank, members), options, None, Some(store.clone())));
         }
@@ -142,7 +156,7 @@ impl Group {
         let (prefix, launch_rank) = (format!("group/{name}"), store.launch().rank);
         let backend = match cuda {
             Some(_) => Backend::nccl(&store.connection, &prefix, (rank, size), options.timeout),
-            None => Self::gloo(store, &prefix, (rank, size), options.timeout),
+            None => Self::gloo(store, &prefix, (rank, size), &options),
         };
         let backend = backend.map_err(|cause| {
             let cause = cause.to_string();
@@ -159,14 +173,14 @@ impl Group {
         Ok(group)
     }
 
-    fn gloo(store: &Store, prefix: &str, (rank, size): (usize, usize), timeout: Duration) -> Result<Backend> {
+    fn gloo(store: &Store, prefix: &str, place: (usize, usize), options: &GroupConfig) -> Result<Backend> {
         let interface = match std::env::var("GLOO_SOCKET_IFNAME") {
             Ok(names) => Interface::Named(names.split(',').next().unwrap_or_default().trim().to_owned()),
             Err(_) => Interface::Address(machines::own_address(store.launch())?.to_string()),
         };
         // The other ranks wait that long for rank 0 in a barrier: longer than rank 0, which can name who is late, waits for them.
-        let patience = timeout + Duration::from_millis(500);
-        Backend::gloo(&store.connection, prefix, (rank, size), &interface, patience)
+        let patience = options.timeout + Duration::from_millis(500);
+        Backend::gloo(&store.connection, prefix, place, &interface, patience, options.nccl_stand_in)
     }
 
     /// NCCL waits for all ranks without limit. So they meet first where there is one.
@@ -275,14 +289,14 @@ impl Group {
         (1..size).map(move |distance| (rank + distance) % size)
     }
 
-    /// Where the group's tensors are.
-    pub(super) fn device(&self) -> Device {
+    /// Returns where the group's tensors are.
+    pub fn device(&self) -> Device {
         self.0.options.device
     }
 
-    /// Whether the ranks are connected by NCCL: work is enqueued on the device, and nothing waits on the host.
+    /// Whether the ranks are connected by NCCL, or by what stands for it: work is enqueued, and nothing waits on the host.
     pub(super) fn is_over_nccl(&self) -> bool {
-        self.0.backend.is_some() && self.device() != Device::Cpu
+        self.0.backend.is_some() && (self.device() != Device::Cpu || self.0.options.nccl_stand_in)
     }
 
     pub(super) fn backend(&self) -> Option<&Backend> {

@@ -54,11 +54,9 @@ impl Group {
             let sends = sends.iter().map(|(to, tensor)| self.post_send(operation, tensor, *to));
             return receives.chain(sends).filter_map(Result::transpose).collect();
         };
-        let peer = match (&receives[..], &sends[..]) {
-            ([], []) => return Ok(Vec::new()),
-            ([(peer, _)], []) | ([], [(peer, _)]) => Some(*peer),
-            _ => None,
-        };
+        let mut peers = receives.iter().chain(&sends).map(|(peer, _)| *peer);
+        let Some(first) = peers.next() else { return Ok(Vec::new()) };
+        let peer = peers.all(|peer| peer == first).then_some(first);
         let transfer =
             backend.exchange(&receives, &sends).map_err(|cause| self.fail(operation, peer, &cause))?;
         let bytes = |messages: &[Message]| messages.iter().map(|(_, tensor)| byte_count(tensor)).sum();

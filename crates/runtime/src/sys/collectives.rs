@@ -46,6 +46,7 @@ unsafe extern "C" {
         interface: *const c_char,
         host: *const c_char,
         timeout: i64,
+        stand_in: c_int,
         out: *mut *mut Opaque,
     ) -> Status;
     fn rt_group_new_nccl(
@@ -263,13 +264,14 @@ pub(crate) enum Native {
 }
 
 impl Backend {
-    /// Connects with all other ranks over Gloo.
+    /// Connects with all other ranks over Gloo; with `stand_in`, in a group that behaves as one over NCCL.
     pub(crate) fn gloo(
         store: &Store,
         name: &str,
         (rank, size): (usize, usize),
         interface: &Interface,
         timeout: Duration,
+        stand_in: bool,
     ) -> Result<Self> {
         let name = text(name)?;
         let (interface, host) = match interface {
@@ -288,6 +290,7 @@ impl Backend {
                 pointer(&interface),
                 pointer(&host),
                 milliseconds(timeout),
+                c_int::from(stand_in),
                 &mut group,
             )
         };

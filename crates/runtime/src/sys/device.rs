@@ -12,6 +12,7 @@ unsafe extern "C" {
     fn rt_cuda_device_count(out: *mut c_int) -> Status;
     fn rt_cuda_initialise(out: *mut c_int) -> Status;
     fn rt_cuda_synchronize(device: c_int) -> Status;
+    fn rt_cuda_make_current(device: c_int) -> Status;
     fn rt_cuda_synchronize_used() -> Status;
     fn rt_cuda_memory(device: c_int, free_bytes: *mut u64, total_bytes: *mut u64) -> Status;
     fn rt_free_message(message: Status);
@@ -80,6 +81,12 @@ pub(crate) fn cuda_initialise() -> Result<bool> {
     // SAFETY: the out-parameter is valid during the call.
     unsafe { check(rt_cuda_initialise(&mut hooked)) }?;
     Ok(hooked != 0)
+}
+
+/// Makes a device that exists this thread's current one.
+pub(crate) fn cuda_make_current(device: c_int) -> Result<()> {
+    // SAFETY: a call without memory of this side.
+    unsafe { check(rt_cuda_make_current(device)) }
 }
 
 /// Waits for all work on a CUDA device.

@@ -23,6 +23,8 @@ const CASES: &[(&str, Case)] = &[
     ("groups that fail", failures::failing_groups),
     ("a GPU that is missing", nccl::missing),
     ("a GPU for each rank", nccl::two),
+    ("a stand-in for NCCL", nccl::stand_in),
+    ("faults over a stand-in", nccl::faults),
 ];
 
 /// A rank's process runs this test alone.

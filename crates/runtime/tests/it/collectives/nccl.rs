@@ -1,4 +1,5 @@
-//! Groups over NCCL: the error without a GPU, and with two of them the bits of the same operations over Gloo.
+//! Groups over NCCL: the error without a GPU, and with two of them the bits of the same operations over Gloo. The same operations over
+//! what stands for NCCL on a machine without a GPU, which finds orders that differ among ranks, and waits that are missing.
 
 use std::time::Duration;
 
@@ -18,7 +19,7 @@ fn a_gpu_that_is_missing_is_an_error_with_the_remedy() {
 pub(super) fn missing(launch: &Launch) {
     let (store, world) = super::connect(launch, TIMEOUT);
     let device = Device::Cuda(cuda_count().unwrap());
-    let on_gpus = GroupConfig { timeout: TIMEOUT, device };
+    let on_gpus = GroupConfig { timeout: TIMEOUT, device, ..GroupConfig::default() };
     for error in [
         Group::new(&store, "gpus", on_gpus.clone()).unwrap_err(),
         // One rank needs no connection, but its tensors are there, too.
@@ -49,11 +50,82 @@ fn ranks_over_nccl_compute_the_bits_of_ranks_over_gloo() {
 pub(super) fn two(launch: &Launch) {
     let (store, cpus) = super::connect(launch, TIMEOUT);
     let device = Device::Cuda(launch.local_rank);
-    let gpus = Group::new(&store, "gpus", GroupConfig { timeout: TIMEOUT, device }).unwrap();
+    let gpus = Group::new(&store, "gpus", GroupConfig { timeout: TIMEOUT, device, ..GroupConfig::default() }).unwrap();
     compare(&cpus, &gpus, device);
     compare(&cpus, &gpus.duplicate("gpus again").unwrap(), device);
     misplaced(&cpus, &gpus, device);
     gpus.barrier("end").unwrap();
+    cpus.barrier("end").unwrap();
+}
+
+#[test]
+fn ranks_over_the_stand_in_compute_the_bits_of_ranks_over_gloo() {
+    super::ranks(2).run(&"a stand-in for NCCL");
+}
+
+pub(super) fn stand_in(launch: &Launch) {
+    let (store, cpus) = super::connect(launch, TIMEOUT);
+    let group = Group::new(&store, "stand-in", standing_in(TIMEOUT)).unwrap();
+    compare(&cpus, &group, Device::Cpu);
+    compare(&cpus, &group.duplicate("stand-in again").unwrap(), Device::Cpu);
+    group.barrier("end").unwrap();
+    cpus.barrier("end").unwrap();
+}
+
+fn standing_in(timeout: Duration) -> GroupConfig {
+    GroupConfig { timeout, nccl_stand_in: true, ..GroupConfig::default() }
+}
+
+#[test]
+fn the_stand_in_finds_other_orders_and_missing_waits() {
+    super::ranks(2).run(&"faults over a stand-in");
+}
+
+pub(super) fn faults(launch: &Launch) {
+    let (store, cpus) = super::connect(launch, TIMEOUT);
+    let (own, peer) = (launch.rank, 1 - launch.rank);
+    let group = Group::new(&store, "missing waits", standing_in(TIMEOUT)).unwrap();
+    let vector = |value: f64| Tensor::full([50_000], value, (Kind::Float, Device::Cpu));
+    let division = Division::even(100_000, 2);
+    let gather = |whole: &Tensor, shard: &Tensor| group.all_gather(whole, division, shard, "shards").unwrap();
+    let sum = |whole: &Tensor| whole.sum(Kind::Double).double_value(&[]);
+    // A result that is read before the wait is not there; after it, it is.
+    let whole = Tensor::zeros([100_000], (Kind::Float, Device::Cpu));
+    let work = gather(&whole, &vector(1.0));
+    let early = sum(&whole);
+    work.wait().unwrap();
+    assert_ne!(early, 100_000.0);
+    assert_eq!(sum(&whole), 100_000.0);
+    // A source that is overwritten before the wait was not sent.
+    let shard = vector(2.0);
+    let work = gather(&whole, &shard);
+    let _ = shard.shallow_clone().fill_(3.0);
+    work.wait().unwrap();
+    assert_eq!(sum(&whole), 300_000.0);
+    group.barrier("end").unwrap();
+
+    let limit = Duration::from_millis(700);
+    let failed = |name: &str, run: &dyn Fn(&Group) -> runtime::Result<()>| {
+        let group = Group::new(&store, name, standing_in(limit)).unwrap();
+        let failure = run(&group).unwrap_err();
+        assert!(matches!(failure, Error::Collective(_)), "{name}: {failure}");
+        let again = group.broadcast(&vector(0.0), 0, "later").unwrap_err();
+        assert_eq!(again.to_string(), failure.to_string(), "{name}: the group is dead");
+        cpus.barrier(name).unwrap();
+    };
+    // Both send first. Over Gloo the messages would wait in a queue.
+    failed("both send first", &|group| {
+        group.send(&vector(1.0), peer, "first")?.wait()?;
+        group.recv(&vector(0.0), peer, "second")?.wait()
+    });
+    failed("another order", &|group| {
+        let roots = if own == 0 { [0, 1] } else { [1, 0] };
+        roots.iter().try_for_each(|&root| group.broadcast(&vector(own as f64), root, "weights"))
+    });
+    failed("another size", &|group| {
+        let tensor = vector(1.0).narrow(0, 0, 40_000 + own as i64);
+        group.all_reduce(&tensor, ReduceConfig::default(), "gradients")
+    });
     cpus.barrier("end").unwrap();
 }
 
