@@ -68,7 +68,7 @@ pub use master_weights::MasterWeights;
 pub use method::Method;
 pub use nearest::nearest_name;
 pub use new_tokens::{DescribedToken, NewToken, NewTokenInit};
-pub use optimizer::{FrozenPlace, OptimizerConfig, OptimizerPlace, OptimizerRule};
+pub use optimizer::{FrozenPlace, OptimizerConfig, OptimizerPlace, OptimizerRule, ReductionOrder};
 pub use techniques::{
     ActivationPlan, ActivationsConfig, Compute, ExpertsConfig, LossConfig, LossHeadKind, MlpConfig,
     OffloadConfig, OffloadMethod, OffloadTier, PrecisionConfig, Recomputed, ScalerConfig,

@@ -56,7 +56,7 @@ use models::init::Init;
 use models::module::{self, Block, LanguageModel, Module, ModuleMapper};
 use models::{DecoderConfig, Llama};
 use offload::{ExpertConfig, Method, Offload, StreamedExperts, Tier};
-use sharding::{FrozenWeights, Mesh, Shards};
+use sharding::{FrozenWeights, Mesh, Reduction, Shards};
 use swiglu_ckpt::CheckpointLevel;
 use tch::{Device, Kind};
 use training::activations::{self, Activations, LayerPlan};
@@ -68,7 +68,7 @@ pub use prepared::{ActivationChoice, Handles, Prepared};
 
 use crate::config::{
     ActivationPlan, Compute, Config, ExpertsConfig, FrozenPlace, LossConfig, LossHeadKind, OffloadConfig,
-    OffloadMethod, OffloadTier, Recomputed, ScalerConfig,
+    OffloadMethod, OffloadTier, Recomputed, ReductionOrder, ScalerConfig,
 };
 use crate::error::{Error, Result};
 
@@ -112,7 +112,7 @@ impl Recipe {
     /// Errors of [`Recipe::check_ranks`]; another number of replicas than the configuration's.
     pub fn over(mut self, ranks: impl Into<Mesh>) -> Result<Self> {
         let mesh = ranks.into();
-        self.check_ranks(mesh.world().size())?;
+        self.check_ranks_on(mesh.world().size(), mesh.device())?;
         if mesh.replicas() != self.config.optimizer.replicas {
             let (key, found) = ("optimizer.replicas", self.config.optimizer.replicas.to_string());
             return Err(Error::Value { key, found, expected: "the replicas of the given mesh" });
@@ -127,7 +127,16 @@ impl Recipe {
     /// Techniques that cannot be combined with several ranks, or with the ZeRO stage; a device other than the CPU; fewer batches in a
     /// step than ranks.
     pub fn check_ranks(&self, ranks: usize) -> Result<()> {
-        checks::ranks(&self.config, ranks)
+        self.check_ranks_on(ranks, Device::Cpu)
+    }
+
+    /// As [`Recipe::check_ranks`], for ranks whose groups are for tensors on `device` ([`Mesh::over_devices`]). Training over ranks on GPUs
+    /// is written and has never run on one.
+    ///
+    /// # Errors
+    /// As [`Recipe::check_ranks`], but for the device.
+    pub fn check_ranks_on(&self, ranks: usize, device: Device) -> Result<()> {
+        checks::ranks(&self.config, ranks, device)
     }
 
     /// Checks the techniques against a model's folder, whose weights are not read.
@@ -149,7 +158,8 @@ impl Recipe {
     pub fn open(&self, folder: &Folder, device: Device) -> Result<Prepared> {
         self.check_folder(folder)?;
         if let Some(ranks) = &self.ranks {
-            checks::ranks(&checks::with_dtype_of(&self.config, folder), ranks.world().size())?;
+            let config = checks::with_dtype_of(&self.config, folder);
+            checks::ranks(&config, ranks.world().size(), ranks.device())?;
         }
         let kind = self.config.model.dtype.map(crate::config::Dtype::kind);
         let shards = self.shards()?;
@@ -458,6 +468,15 @@ impl From<FrozenPlace> for FrozenWeights {
         match place {
             FrozenPlace::Whole => Self::Whole,
             FrozenPlace::Sharded => Self::Sharded,
+        }
+    }
+}
+
+impl From<ReductionOrder> for Reduction {
+    fn from(order: ReductionOrder) -> Self {
+        match order {
+            ReductionOrder::Ordered => Self::Ordered,
+            ReductionOrder::Native => Self::Native,
         }
     }
 }

@@ -131,10 +131,6 @@ impl OffloadConfig {
                 format!("{:?} does not load layers from a source; take Method::Overlap", self.method);
             return Err(refused("method", reason));
         }
-        if self.source.is_some() && self.device != Device::Cpu {
-            let reason = format!("layers from a source run on the CPU only, not on {:?}", self.device);
-            return Err(refused("device", reason));
-        }
         Ok(())
     }
 

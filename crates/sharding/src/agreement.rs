@@ -1,6 +1,6 @@
 //! Checks that all ranks have the same model and settings.
 
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 use training::optimizer::{Group, Rule};
 
 use crate::Result;
@@ -34,7 +34,7 @@ pub(crate) fn agree(rule: &dyn Rule, groups: &[Group], mesh: &Mesh, options: &Sh
     fields.extend(options.shards.iter().flat_map(Shards::descriptions));
     let fields: Vec<(&str, &str)> =
         fields.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
-    Ok(mesh.world.agree(&fields)?)
+    Ok(mesh.control.agree(&fields)?)
 }
 
 /// Describes a tensor with these values: its dtype, shape and sum. Not a hash: equal bits give an equal sum, and a difference is what a
@@ -43,13 +43,14 @@ pub(crate) fn describe(tensor: &Tensor, values: &Tensor) -> Result<String> {
     Ok(format!("{:?} {:?}, sum {:016x}", tensor.kind(), tensor.size(), sum(values)?.to_bits()))
 }
 
-/// Returns the sum of a contiguous tensor, piece by piece, because libtorch copies what it sums in another dtype.
+/// Returns the sum of a contiguous tensor, piece by piece, because libtorch's CPU copies what it sums in another dtype. A GPU is waited for
+/// once for each piece.
 fn sum(values: &Tensor) -> Result<f64> {
-    const PIECE: i64 = 1 << 16;
     let flat = values.f_reshape([-1])?;
+    let longest: i64 = if flat.device() == Device::Cpu { 1 << 16 } else { 1 << 26 };
     let (elements, mut sum) = (flat.numel() as i64, 0.0);
-    for start in (0..elements).step_by(PIECE as usize) {
-        let piece = flat.f_narrow(0, start, PIECE.min(elements - start))?;
+    for start in (0..elements).step_by(longest as usize) {
+        let piece = flat.f_narrow(0, start, longest.min(elements - start))?;
         sum += piece.f_sum(Kind::Double)?.f_double_value(&[])?;
     }
     Ok(sum)

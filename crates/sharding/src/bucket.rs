@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use runtime::collectives::{Division, Group, Work};
 use runtime::ops::TryScalar;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::mesh::{Mesh, Reduction, Terms};
 use crate::norm::BLOCK;
@@ -40,13 +40,14 @@ pub(crate) struct Bucket {
 impl Bucket {
     /// Moves parameters into a new bucket.
     pub(crate) fn new(parameters: &[(usize, &str, &Tensor)], mesh: &Mesh) -> Result<Self> {
-        let kind = parameters[0].2.kind();
+        let (kind, device) = (parameters[0].2.kind(), mesh.device());
         let (mut members, mut elements) = (Vec::new(), 0);
         for &(parameter, name, tensor) in parameters {
-            if tensor.device() != Device::Cpu {
+            if tensor.device() != device {
+                let [is, expected] = [tensor.device(), device].map(runtime::device::flag);
                 return Err(refused(format!(
-                    "`{name}` is on {:?}; sharded parameters are on the CPU",
-                    tensor.device()
+                    "`{name}` is on {is}, and the ranks' group is for tensors on {expected}; move the model there before its optimizer is \
+                     made"
                 )));
             }
             if !tensor.is_contiguous() || tensor.is_sparse() {
@@ -58,7 +59,7 @@ impl Bucket {
         }
         let division = divide(elements, &mesh.shard);
         let _no_grad = tch::no_grad_guard();
-        let weights = Tensor::f_zeros([elements], (kind, Device::Cpu))?;
+        let weights = Tensor::f_zeros([elements], (kind, device))?;
         for Member { tensor, range, .. } in &mut members {
             let mut view = narrow(&weights, range)?.f_view(tensor.size().as_slice())?;
             view.f_copy_(tensor)?;
@@ -92,7 +93,7 @@ impl Bucket {
             Reduction::Ordered => self.division.elements,
             Reduction::Native => self.division.per_rank * mesh.shard.size() as i64,
         };
-        Ok(Tensor::try_full([elements], -0.0, (self.kind, Device::Cpu))?)
+        Ok(Tensor::try_full([elements], -0.0, (self.kind, mesh.device()))?)
     }
 
     /// Returns the part of a member that a rank owns, as elements of the bucket.

@@ -28,14 +28,15 @@ impl Divided {
         LazyTensor::new(name, self.kind, shape, move |piece| self.bring(piece))
     }
 
-    /// Brings elements of the tensor to rank 0. Only ranks that have some of them take part.
+    /// Brings elements of the tensor to rank 0, in memory of the host. Only ranks that have some of them take part.
     fn bring(&self, piece: Range<i64>) -> runtime::Result<Option<Tensor>> {
         if !self.mesh.is_in_first_replica() {
             return Ok(None);
         }
         let _no_grad = tch::no_grad_guard();
-        let ranks = &self.mesh.shard;
-        let rank = ranks.rank();
+        // The first replica has the first ranks.
+        let ranks = &self.mesh.control;
+        let rank = self.mesh.shard.rank();
         let local = self.overlap(&piece, rank).map(|part| Ok::<_, runtime::Error>((self.own(&part)?, part)));
         let local = local.transpose()?;
         if rank > 0 {
@@ -44,7 +45,7 @@ impl Divided {
             }
             return Ok(None);
         }
-        let others = (1..ranks.size()).filter_map(|rank| Some((rank, self.overlap(&piece, rank)?)));
+        let others = (1..self.mesh.shard.size()).filter_map(|rank| Some((rank, self.overlap(&piece, rank)?)));
         let others: Vec<(usize, Range<i64>)> = others.collect();
         if let (Some((values, _)), []) = (&local, &others[..]) {
             return Ok(Some(values.shallow_clone()));
@@ -85,7 +86,8 @@ impl Divided {
             )
         })?;
         let first = self.part(self.mesh.shard.rank()).start;
-        Ok(values.f_narrow(0, elements.start - first, elements.end - elements.start)?)
+        let values = values.f_narrow(0, elements.start - first, elements.end - elements.start)?;
+        Ok(values.f_to_device(Device::Cpu)?)
     }
 }
 

@@ -52,6 +52,26 @@
 //! # }
 //! ```
 //!
+//! # GPUs
+//!
+//! [`Mesh::over_devices`] takes two groups of the same ranks: one over CPUs, for what the host decides and for checkpoints, and one over
+//! NCCL, for gradients, weights and norms. Parameters are then on the GPU. Reductions run on a stream of their own, which waits for the
+//! gradients, and the step's stream waits for the sums; the host waits once in a step for the norm, and once for a scaler's flag. This is
+//! **written, never run on a GPU**: all stages run, in tests, over what stands for NCCL on a CPU, and two ranks on one GPU are a test that
+//! is skipped without one.
+//!
+//! ```no_run
+//! # fn mesh(control: &runtime::collectives::Group, local_rank: usize) -> Result<sharding::Mesh, training::Error> {
+//! use runtime::collectives::GroupConfig;
+//!
+//! let device = tch::Device::Cuda(local_rank);
+//! runtime::device::make_current(device)?;
+//! let devices = control.reconnect("devices", GroupConfig { device, ..GroupConfig::default() })?;
+//! let mesh = sharding::Mesh::over_devices(control, &devices, 1)?;
+//! # Ok(mesh)
+//! # }
+//! ```
+//!
 //! # Bitwise identical at any number of ranks
 //!
 //! **Parameters, optimizer state, losses and gradient norms do not depend on N**, nor on the number of replicas, given the same number of
@@ -60,8 +80,8 @@
 //!
 //! - The owner adds gradients in fp32 in the order of the global micro-batches, ((g₀ + g₁) + g₂) + …, whoever computed them. A rank
 //!   without a micro-batch in the last round sends −0, which changes no number.
-//! - The gradient norm is a sum of f64 sums over blocks of [`BLOCK`] elements, added in the order of the blocks. Shards begin at
-//!   blocks. Stage 3 has other blocks than stages 1 and 2, so that clipped steps may differ from theirs in the last bit.
+//! - The gradient norm is a sum of f64 sums over blocks of [`BLOCK`] elements, each added in halves, and then in the order of the blocks.
+//!   Shards begin at blocks. Stage 3 has other blocks than stages 1 and 2, so that clipped steps may differ from theirs in the last bit.
 //! - Each micro-batch has a random seed of its own, and losses are added in the order of micro-batches
 //!   ([`Trainer`](training::Trainer)).
 //!

@@ -10,9 +10,14 @@ use crate::{Result, refused};
 /// example within a machine; over replicas a rank exchanges the sums of its own shard. Clones are the same ranks.
 ///
 /// With N ranks and R replicas, rank r is number r mod N/R of replica ⌊r / (N/R)⌋. `From<&Group>` is one replica.
+///
+/// Two groups have all ranks: `control`, over CPUs, for what the host decides, such as which parameters have a gradient; and one whose
+/// tensors are where the parameters are ([`Mesh::over_devices`]). On CPUs one group is both.
 #[derive(Clone, Debug)]
 pub struct Mesh {
-    /// All of them.
+    /// All of them, for tensors of the host.
+    pub(crate) control: Group,
+    /// All of them, for tensors where the parameters are.
     pub(crate) world: Group,
     /// The ranks of this rank's replica.
     pub(crate) shard: Group,
@@ -22,7 +27,8 @@ pub struct Mesh {
 
 impl From<&Group> for Mesh {
     fn from(world: &Group) -> Self {
-        Self { world: world.clone(), shard: world.clone(), replicas: None }
+        let [control, shard] = [world.clone(), world.clone()];
+        Self { control, world: world.clone(), shard, replicas: None }
     }
 }
 
@@ -46,15 +52,46 @@ impl Mesh {
         let shard: Vec<usize> = (replica * size..(replica + 1) * size).collect();
         let same: Vec<usize> = (0..replicas).map(|replica| replica * size + number).collect();
         Ok(Self {
+            control: world.clone(),
             world: world.clone(),
             shard: world.subgroup(&name(world, &shard), &shard)?,
             replicas: Some(world.subgroup(&name(world, &same), &same)?),
         })
     }
 
-    /// Returns the group of all ranks.
+    /// Divides ranks into replicas as [`Mesh::new`] does, whose parameters are on the device of `devices`: a group over NCCL. `control`
+    /// has the same ranks in the same order, over CPUs. All ranks call it, once for a group.
+    ///
+    /// # Errors
+    /// Errors of [`Mesh::new`]; groups of other ranks; a control group that is not over CPUs.
+    pub fn over_devices(control: &Group, devices: &Group, replicas: usize) -> Result<Self> {
+        let place = |group: &Group| (group.rank(), group.size());
+        if place(control) != place(devices) {
+            let [(rank, size), (other, of)] = [place(control), place(devices)];
+            return Err(refused(format!(
+                "this process is rank {rank} of {size} in `{}` and rank {other} of {of} in `{}`; give groups of the same ranks",
+                control.name(),
+                devices.name()
+            )));
+        }
+        if control.device() != Device::Cpu {
+            let device = runtime::device::flag(control.device());
+            return Err(refused(format!(
+                "`{}`, the group for what the host decides, is on {device}; give one over CPUs",
+                control.name()
+            )));
+        }
+        Ok(Self { control: control.clone(), ..Self::new(devices, replicas)? })
+    }
+
+    /// Returns the group of all ranks whose tensors are where the parameters are.
     pub fn world(&self) -> &Group {
         &self.world
+    }
+
+    /// Returns where the parameters are.
+    pub fn device(&self) -> Device {
+        self.world.device()
     }
 
     /// Returns the number of replicas.
@@ -135,7 +172,7 @@ impl Terms {
         let _no_grad = tch::no_grad_guard();
         let options = ReduceConfig { order: Order::Native, ..ReduceConfig::default() };
         let padded = Division { elements: gradients.numel() as i64, ..division };
-        let shard = Tensor::f_empty([division.per_rank], (gradients.kind(), Device::Cpu))?;
+        let shard = Tensor::f_empty([division.per_rank], (gradients.kind(), gradients.device()))?;
         mesh.shard.reduce_scatter(&gradients, padded, &shard, options, &label)?.wait()?;
         drop(gradients);
         if let Some(replicas) = &mesh.replicas {

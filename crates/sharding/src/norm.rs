@@ -1,24 +1,59 @@
 //! The gradient norm over all ranks.
 //!
-//! ‖g‖² = Σ over blocks of Σ over a block's elements of g², both in f64 and in order. A block's sum is one rank's, so the result
-//! depends neither on the number of ranks nor on vector width.
+//! ‖g‖² = Σ over blocks of Σ over a block's elements of g², both in f64. A block's squares are added in halves: the first half of the
+//! elements onto the second, until one is left; blocks are added in order. A block's sum is one rank's, so the result depends neither on
+//! the number of ranks, nor on vector width, nor on the device.
 
-use runtime::collectives::{Group, ReduceConfig};
+use runtime::collectives::ReduceConfig;
 use tch::kind::Element;
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
+use crate::mesh::Mesh;
 
 /// Elements of a block: shards begin at multiples of it.
 pub const BLOCK: i64 = 4096;
 
+/// Blocks that a GPU squares at a time.
+const AT_ONCE: i64 = 1024;
+
 /// Returns the sum of squares of each block of a shard of `elements`, fp32 or fp64, whose values are in `pieces`, each with its first
-/// element, in order; between them all are 0.
-pub(crate) fn block_squares(elements: i64, pieces: &[(i64, Tensor)]) -> Result<Vec<f64>> {
-    match pieces.first().map(|(_, piece)| piece.kind()) {
+/// element, in order; between them all are 0. The result is f64, `[blocks]`, on `device`, where the pieces are.
+pub(crate) fn block_squares(elements: i64, pieces: &[(i64, Tensor)], device: Device) -> Result<Tensor> {
+    if device != Device::Cpu {
+        return squares_on_device(elements, pieces, device);
+    }
+    let squares = match pieces.first().map(|(_, piece)| piece.kind()) {
         Some(Kind::Double) => squares::<f64>(elements, pieces),
         _ => squares::<f32>(elements, pieces),
+    }?;
+    Ok(Tensor::f_from_slice(&squares)?)
+}
+
+/// [`block_squares`] by libtorch's operators, of which none has an order of additions of its own. Nothing waits for the device.
+fn squares_on_device(elements: i64, pieces: &[(i64, Tensor)], device: Device) -> Result<Tensor> {
+    let _no_grad = tch::no_grad_guard();
+    let mut all = vec![Tensor::f_zeros([0], (Kind::Double, device))?];
+    for start in (0..elements).step_by((AT_ONCE * BLOCK) as usize) {
+        let blocks = (elements - start + BLOCK - 1).div_euclid(BLOCK).min(AT_ONCE);
+        let end = start + blocks * BLOCK;
+        let mut values = Tensor::f_zeros([blocks * BLOCK], (Kind::Double, device))?;
+        for (begin, piece) in pieces {
+            let (from, to) = (start.max(*begin), end.min(begin + piece.numel() as i64));
+            if from < to {
+                let part = piece.f_narrow(0, from - begin, to - from)?;
+                values.f_narrow(0, from - start, to - from)?.f_copy_(&part)?;
+            }
+        }
+        values = values.f_mul(&values)?.f_view([blocks, BLOCK])?;
+        let mut length = BLOCK;
+        while length > 1 {
+            length /= 2;
+            values = values.f_narrow(1, 0, length)?.f_add(&values.f_narrow(1, length, length)?)?;
+        }
+        all.push(values.f_reshape([blocks])?);
     }
+    Ok(Tensor::f_cat(&all, 0)?)
 }
 
 fn squares<T: Element + Copy + Default + Into<f64>>(
@@ -26,6 +61,7 @@ fn squares<T: Element + Copy + Default + Into<f64>>(
     pieces: &[(i64, Tensor)],
 ) -> Result<Vec<f64>> {
     let mut values = vec![T::default(); BLOCK as usize];
+    let mut halves = vec![0.0; BLOCK as usize];
     let (mut squares, mut first) = (Vec::new(), 0);
     for start in (0..elements).step_by(BLOCK as usize) {
         let length = BLOCK.min(elements - start);
@@ -45,41 +81,53 @@ fn squares<T: Element + Copy + Default + Into<f64>>(
             first += usize::from(begin + piece.numel() as i64 <= start + length);
         }
         block[filled..].fill(T::default());
-        squares.push(sum_of_squares(block));
+        squares.push(sum_of_squares(block, &mut halves));
     }
     Ok(squares)
 }
 
-/// Eight partial sums, so that the compiler can use vectors; their number is fixed, and so is the result.
-fn sum_of_squares<T: Copy + Into<f64>>(values: &[T]) -> f64 {
-    let square = |value: &T| (*value).into() * (*value).into();
-    let (mut sums, chunks) = ([0.0f64; 8], values.chunks_exact(8));
-    let rest = chunks.remainder();
-    for chunk in chunks {
-        for (sum, value) in sums.iter_mut().zip(chunk) {
-            *sum += square(value);
+/// Adds the squares of a block's values in halves.
+fn sum_of_squares<T: Copy + Into<f64>>(values: &[T], squares: &mut [f64]) -> f64 {
+    for (square, value) in squares.iter_mut().zip(values) {
+        *square = (*value).into() * (*value).into();
+    }
+    squares[values.len()..].fill(0.0);
+    let mut length = squares.len();
+    while length > 1 {
+        length /= 2;
+        let (sums, others) = squares.split_at_mut(length);
+        for (sum, other) in sums.iter_mut().zip(others) {
+            *sum += *other;
         }
     }
-    let rest: f64 = rest.iter().map(square).sum();
-    sums.iter().sum::<f64>() + rest
+    squares[0]
 }
 
-/// Returns the norm, given for each bucket this rank's blocks: the number of the first, the sums, and the number of all.
-pub(crate) fn global_norm(group: &Group, buckets: &[(usize, Vec<f64>, usize)]) -> Result<f64> {
-    let mut all = Vec::new();
-    for (first, own, count) in buckets {
-        let start = all.len() + first;
-        all.resize(all.len() + count, 0.0);
-        all[start..start + own.len()].copy_from_slice(own);
+/// A bucket's blocks: this rank's sums of squares, the number of the first, and how many all ranks have.
+pub(crate) struct Blocks {
+    pub(crate) squares: Tensor,
+    pub(crate) first: i64,
+    pub(crate) count: i64,
+}
+
+/// Returns the norm, given all buckets' blocks.
+pub(crate) fn global_norm(mesh: &Mesh, buckets: &[Blocks]) -> Result<f64> {
+    let count = buckets.iter().map(|blocks| blocks.count).sum::<i64>();
+    let all = Tensor::f_zeros([count], (Kind::Double, mesh.device()))?;
+    let mut start = 0;
+    for Blocks { squares, first, count } in buckets {
+        all.f_narrow(0, start + first, squares.numel() as i64)?.f_copy_(squares)?;
+        start += count;
     }
-    let all = Tensor::f_from_slice(&all)?.f_to_kind(Kind::Double)?.f_to_device(Device::Cpu)?;
     // Zeros on all ranks but one: exact.
-    group.all_reduce(&all, ReduceConfig::default(), "gradient norm")?;
-    Ok(Vec::<f64>::try_from(all)?.iter().sum::<f64>().sqrt())
+    mesh.shard.all_reduce(&all, ReduceConfig::default(), "gradient norm")?;
+    Ok(Vec::<f64>::try_from(all.f_to_device(Device::Cpu)?)?.iter().sum::<f64>().sqrt())
 }
 
 #[cfg(test)]
 mod tests {
+    use runtime::collectives::Group;
+
     use super::*;
 
     #[test]
@@ -87,16 +135,17 @@ mod tests {
         for kind in [Kind::Float, Kind::Double] {
             // 1/3 is not an fp32 number.
             let shard = Tensor::arange(10_000, (kind, Device::Cpu)) / 3.0;
-            let squares = block_squares(10_000, &[(0, shard.shallow_clone())]).unwrap();
-            assert_eq!(squares.len(), 3);
-            let norm = global_norm(&Group::alone(), &[(0, squares, 3)]).unwrap();
+            let squares = block_squares(10_000, &[(0, shard.shallow_clone())], Device::Cpu).unwrap();
+            assert_eq!(squares.size(), [3]);
+            let blocks = Blocks { squares, first: 0, count: 3 };
+            let norm = global_norm(&Mesh::from(&Group::alone()), &[blocks]).unwrap();
             let expected = shard.to_kind(Kind::Double).norm().double_value(&[]);
             assert!((norm / expected - 1.0).abs() < 1e-13, "{norm}, expected {expected}");
         }
     }
 
     #[test]
-    fn pieces_have_the_sums_of_the_whole_with_zeros_between() {
+    fn pieces_have_the_sums_of_the_whole_with_zeros_between_by_both_ways() {
         // Within a block, over its end, over several blocks, empty, at the very end.
         let ranges =
             [(3, 70), (128, 4100), (4160, 13_000), (13_056, 13_056), (13_056, 13_057), (16_000, 20_000)];
@@ -109,10 +158,26 @@ mod tests {
                 (start, piece)
             })
             .collect();
-        let expected = block_squares(20_000, &[(0, sums.shallow_clone())]).unwrap();
-        assert_eq!(block_squares(20_000, &pieces).unwrap(), expected);
-        assert_eq!(expected.len(), 5);
+        let expected = block_squares(20_000, &[(0, sums.shallow_clone())], Device::Cpu).unwrap();
+        assert_eq!(expected.size(), [5]);
+        for found in
+            [block_squares(20_000, &pieces, Device::Cpu), squares_on_device(20_000, &pieces, Device::Cpu)]
+        {
+            assert!(found.unwrap().equal(&expected), "other bits");
+        }
         let _ = sums.zero_();
-        assert_eq!(block_squares(20_000, &[]).unwrap(), [0.0; 5]);
+        for none in [block_squares(20_000, &[], Device::Cpu), squares_on_device(20_000, &[], Device::Cpu)] {
+            assert_eq!(Vec::<f64>::try_from(none.unwrap()).unwrap(), [0.0; 5]);
+        }
+    }
+
+    #[test]
+    fn a_device_has_the_bits_of_the_host_over_many_blocks() {
+        let elements = (AT_ONCE + 2) * BLOCK + 77;
+        let values = Tensor::arange(elements, (Kind::Float, Device::Cpu)).sin();
+        let pieces = [(0, values)];
+        let host = block_squares(elements, &pieces, Device::Cpu).unwrap();
+        assert!(squares_on_device(elements, &pieces, Device::Cpu).unwrap().equal(&host));
+        assert_eq!(host.size(), [AT_ONCE + 3]);
     }
 }

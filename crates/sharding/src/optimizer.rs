@@ -23,7 +23,7 @@ use training::scaler::GradScaler;
 use crate::agreement;
 use crate::bucket::Bucket;
 use crate::mesh::Mesh;
-use crate::norm;
+use crate::norm::{self, Blocks};
 use crate::round::{Round, hooks, label};
 use crate::shards::bytes;
 use crate::{Result, refused};
@@ -57,7 +57,7 @@ impl ShardedOptimizer {
     ///
     /// # Errors
     /// Errors of [`DeviceOptimizer::new`]; a stage whose shards are missing; fp32 copies and stochastic rounding together; parameters that
-    /// are not on the CPU; a group with a rule of its own; ranks with other parameters, values or options, with the first difference.
+    /// are not where the ranks' group has its tensors; a group with a rule of its own; ranks with other parameters, values or options, with the first difference.
     pub fn new(
         rule: impl Rule + 'static,
         groups: Vec<Group>,
@@ -177,7 +177,7 @@ impl ShardedOptimizer {
         flags.iter_mut().take(usize::from(non_finite)).for_each(|first| *first = NON_FINITE);
         let all = Tensor::f_from_slice(&flags)?;
         let options = ReduceConfig { op: ReduceOp::Max, ..ReduceConfig::default() };
-        self.mesh.world.all_reduce(&all, options, "parameters with a gradient")?;
+        self.mesh.control.all_reduce(&all, options, "parameters with a gradient")?;
         let all = Vec::<i64>::try_from(all)?;
         Ok((all.iter().map(|seen| *seen != 0).collect(), all.contains(&NON_FINITE)))
     }
@@ -204,23 +204,20 @@ impl ShardedOptimizer {
     fn norm(&self) -> Result<f64> {
         let mut blocks = Vec::new();
         for bucket in &self.round.lock().buckets {
-            let all = bucket.division.elements.max(0) as u64;
-            let first = bucket.division.range(self.mesh.shard.rank()).start / norm::BLOCK;
-            let elements = bucket.division.len(self.mesh.shard.rank());
-            let squares = norm::block_squares(elements, &bucket.sums.pieces(&bucket.members)?)?;
-            blocks.push((
-                usize::try_from(first).unwrap_or(0),
-                squares,
-                all.div_ceil(norm::BLOCK as u64) as usize,
-            ));
+            let rank = self.mesh.shard.rank();
+            let (elements, pieces) = (bucket.division.len(rank), bucket.sums.pieces(&bucket.members)?);
+            let squares = norm::block_squares(elements, &pieces, self.mesh.device())?;
+            let first = bucket.division.range(rank).start / norm::BLOCK;
+            let count = (bucket.division.elements + norm::BLOCK - 1) / norm::BLOCK;
+            blocks.push(Blocks { squares, first, count });
         }
-        norm::global_norm(&self.mesh.shard, &blocks)
+        norm::global_norm(&self.mesh, &blocks)
     }
 }
 
 impl Optimizer for ShardedOptimizer {
     fn ranks(&self) -> Option<Ranks> {
-        Some(self.mesh.world.clone())
+        Some(self.mesh.control.clone())
     }
 
     fn check(&self, scaler: &mut dyn GradScaler) -> Result<()> {

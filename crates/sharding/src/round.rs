@@ -6,7 +6,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use runtime::autograd::GradientHook;
 use runtime::collectives::Work;
-use runtime::device::{Event, Stream};
+use runtime::device::{Event, Stream, record_stream};
 use tch::{Device, Tensor};
 
 use crate::bucket::{Bucket, narrow};
@@ -123,7 +123,7 @@ pub(crate) struct Round {
     reductions: Reductions,
 }
 
-/// Reductions of buckets during backward, on a thread of their own.
+/// Reductions of buckets during backward, on a thread of their own; on a GPU on a stream of their own.
 #[derive(Debug)]
 struct Reductions {
     mesh: Mesh,
@@ -140,19 +140,27 @@ struct Reductions {
 impl Reductions {
     fn begin(&mut self, terms: Terms) -> Result<()> {
         let (mesh, reduction, left) = (self.mesh.clone(), self.reduction, self.on_their_way.clone());
+        let own = Stream::current(mesh.device())?;
+        let ready = Event::untimed(mesh.device())?;
+        own.record(&ready)?;
+        self.worker.wait(&ready)?;
+        // On a GPU the memory is that of the stream that computes.
+        if mesh.device() != Device::Cpu {
+            record_stream(&terms.gradients, &self.worker)?;
+        }
+        let reduced = Event::untimed(mesh.device())?;
         self.worker.submit(move || {
             let work = terms.reduce(&mesh, reduction)?;
             left.lock().extend(work);
             Ok(())
         })?;
         self.begun += 1;
-        let reduced = Event::untimed(Device::Cpu)?;
         self.worker.record(&reduced)?;
         self.in_flight.push_back(reduced);
         while self.in_flight.len() > MAX_IN_FLIGHT
             && let Some(oldest) = self.in_flight.pop_front()
         {
-            oldest.synchronize()?;
+            own.wait(&oldest)?;
         }
         Ok(())
     }
@@ -166,11 +174,15 @@ impl Reductions {
         let _ = self.end();
     }
 
-    /// Waits for all.
+    /// Waits for all; on a GPU the current stream does.
     fn end(&mut self) -> Result<()> {
-        self.in_flight.clear();
+        let last = self.in_flight.drain(..).next_back();
         self.begun = 0;
-        self.worker.synchronize()?;
+        match (self.mesh.device(), last) {
+            (Device::Cpu, _) => self.worker.synchronize()?,
+            (device, Some(last)) => Stream::current(device)?.wait(&last)?,
+            (_, None) => {}
+        }
         let left = std::mem::take(&mut *self.on_their_way.lock());
         Ok(left.into_iter().try_for_each(Work::wait)?)
     }
@@ -186,7 +198,7 @@ impl Round {
         let reductions = Reductions {
             mesh: mesh.clone(),
             reduction,
-            worker: Stream::new(Device::Cpu)?,
+            worker: Stream::new(mesh.device())?,
             on_their_way: Arc::default(),
             in_flight: VecDeque::new(),
             begun: 0,

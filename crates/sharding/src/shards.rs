@@ -169,7 +169,7 @@ impl Shards {
     pub(crate) fn whole(&self, tensor: &Tensor) -> Result<Option<Tensor>> {
         let _no_grad = tch::no_grad_guard();
         let Some(located) = self.find(tensor)? else { return Ok(None) };
-        let gathered = Tensor::f_empty([tensor.numel() as i64], (tensor.kind(), Device::Cpu))?;
+        let gathered = Tensor::f_empty([tensor.numel() as i64], (tensor.kind(), self.0.mesh.device()))?;
         for rank in 0..self.0.mesh.shard.size() {
             let Some((part, in_shard)) = located.part(rank) else { continue };
             let mut part = narrow(&gathered, &part)?;
@@ -239,9 +239,9 @@ impl LayerSource for Shards {
         trained || self.0.frozen == FrozenWeights::Sharded
     }
 
-    /// Nothing is gathered where there is one rank.
+    /// Nothing is gathered where there is one rank. On a GPU a layer is computed in a slot all the same.
     fn keeps_memory(&self) -> bool {
-        self.0.mesh.shard.size() == 1
+        self.0.mesh.shard.size() == 1 && self.0.mesh.device() == Device::Cpu
     }
 
     fn read(&self, name: &str, target: &Tensor) -> Result<bool> {
@@ -253,7 +253,11 @@ impl LayerSource for Shards {
         let division = divide(region.values.numel() as i64, &self.0.mesh.shard);
         let values = narrow(region.values, &division.range(self.0.mesh.shard.rank()))?;
         // Of one rank the shard is the region itself.
-        let shard = if self.keeps_memory() { values } else { values.f_detach_copy()? };
+        let shard = match self.0.mesh.device() {
+            Device::Cpu if self.keeps_memory() => values,
+            Device::Cpu => values.f_detach_copy()?,
+            device => values.f_to_device(device)?,
+        };
         let mut members = Vec::new();
         for (name, tensor, range) in &region.tensors {
             members.push(LayerTensor {

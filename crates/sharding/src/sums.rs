@@ -1,7 +1,7 @@
 //! This rank's sums of a bucket's gradients over the rounds of a step.
 
 use runtime::collectives::Division;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use crate::Result;
 use crate::bucket::{Member, narrow};
@@ -23,7 +23,7 @@ impl Sums {
             return Ok(Self::Each((0..members).map(|_| None).collect()));
         }
         let kind = if kind == Kind::Double { Kind::Double } else { Kind::Float };
-        Ok(Self::Flat(Tensor::f_zeros([division.len(mesh.shard.rank())], (kind, Device::Cpu))?))
+        Ok(Self::Flat(Tensor::f_zeros([division.len(mesh.shard.rank())], (kind, mesh.device()))?))
     }
 
     /// Forgets the gradients of a step, as far as they take memory of their own.

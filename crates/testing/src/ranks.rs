@@ -76,12 +76,14 @@ pub struct Ranks<'a> {
     pub lost: &'a [usize],
     /// Further environment variables.
     pub variables: &'a [(&'a str, &'a str)],
+    /// Further environment variables of one rank.
+    pub variables_of: fn(usize) -> Vec<(&'static str, String)>,
 }
 
 impl<'a> Ranks<'a> {
     /// Creates `count` ranks that must pass.
     pub fn new(test: &'a str, count: usize) -> Self {
-        Self { test, count, lost: &[], variables: &[] }
+        Self { test, count, lost: &[], variables: &[], variables_of: |_| Vec::new() }
     }
 
     /// Runs a case, and returns the lines that each rank printed.
@@ -92,10 +94,11 @@ impl<'a> Ranks<'a> {
     pub fn run<T: Serialize + Debug>(&self, case: &T) -> Vec<Vec<String>> {
         let text = serde_json::to_string(case).expect("a case that JSON can express");
         let program = std::env::current_exe().expect("the path of this executable");
-        let command = |_| {
+        let command = |rank| {
             let mut command = Command::new(&program);
             command.args([self.test, "--exact", "--nocapture"]).env(VARIABLE, &text);
             command.env("OMP_NUM_THREADS", "1").envs(self.variables.iter().copied());
+            command.envs((self.variables_of)(rank));
             command
         };
         let logs = Arc::new(Mutex::new(vec![Vec::new(); self.count]));

@@ -84,7 +84,7 @@ pub(crate) fn refuse(common: &Common, config: &Config) -> anyhow::Result<()> {
             readers: "it is read for data of documents; synthetic data has none",
         },
         Readers {
-            keys: &["optimizer.zero_stage", "optimizer.replicas"],
+            keys: &["optimizer.zero_stage", "optimizer.replicas", "optimizer.reduction"],
             are_read: ranks.is_some(),
             readers: "it is read in a training over several ranks: `frugal launch -n RANKS -- frugal …`",
         },

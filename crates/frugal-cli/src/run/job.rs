@@ -100,7 +100,10 @@ impl<'a> Job<'a> {
         if let Some(out) = options.out {
             Saving::check(out, common, options.start == Start::Resume)?;
         }
-        let device = runtime::device::select(&config.training.device)?;
+        let device = match &common.ranks {
+            Some(ranks) => ranks.mesh.device(),
+            None => runtime::device::select(&config.training.device)?,
+        };
         runtime::memory::track_cpu()?;
         runtime::memory::set_block_cache(true)?;
         runtime::random::seed(config.training.seed)?;

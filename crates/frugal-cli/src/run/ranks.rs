@@ -11,6 +11,7 @@ use report::cli::Failure;
 use runtime::collectives::{Group, GroupConfig, Launch, Store};
 use serde_json::{Value, json};
 use sharding::Mesh;
+use tch::Device;
 
 use super::rank_group::Ranks;
 use crate::common_flags::Common;
@@ -21,6 +22,9 @@ const PATHS: [&str; 5] = ["model.name", "data.source", "data.validation", "data.
 
 /// The variable with the seconds of `frugal launch --timeout`.
 pub(crate) const TIMEOUT: &str = "FRUGAL_RANK_TIMEOUT";
+
+/// The variable that allows ranks on GPUs, connected by NCCL.
+const TRY_NCCL: &str = "FRUGAL_TRY_NCCL";
 
 /// How long ranks wait for one that reads data, or the model.
 const PREPARATION: Duration = Duration::from_secs(24 * 3600);
@@ -77,7 +81,9 @@ pub(crate) fn run(
 /// Invalid variables of the launcher; ranks that do not come; techniques that cannot be combined with several ranks.
 fn join(common: &Common, config: &Config) -> anyhow::Result<Common> {
     let Some(launch) = Launch::from_environment()? else { return Ok(common.clone()) };
-    Recipe::new(config)?.check_ranks(launch.world_size)?;
+    let device = device(config, &launch)?;
+    Recipe::new(config)?.check_ranks_on(launch.world_size, device)?;
+    runtime::device::make_current(device)?;
     let timeout = timeout()?;
     let store = Store::connect(&launch, timeout)?;
     let preparation =
@@ -87,11 +93,28 @@ fn join(common: &Common, config: &Config) -> anyhow::Result<Common> {
     fields.retain(|(name, _)| !PATHS.contains(&name.as_str()));
     agree(&preparation, &fields)?;
     let group = Group::new(&store, "training", GroupConfig { timeout, ..GroupConfig::default() })?;
-    let mesh = Mesh::new(&group, config.optimizer.replicas)?;
+    let mesh = match device {
+        Device::Cpu => Mesh::new(&group, config.optimizer.replicas)?,
+        device => {
+            let options = GroupConfig { timeout, device, ..GroupConfig::default() };
+            Mesh::over_devices(&group, &group.reconnect("devices", options)?, config.optimizer.replicas)?
+        }
+    };
     let ranks = Ranks { preparation, group, mesh, launch };
     let quiet = Common { quiet: true, json: false, records: None, ..common.clone() };
     let own = if ranks.is_first() { common.clone() } else { quiet };
     Ok(Common { ranks: Some(ranks), ..own })
+}
+
+/// Where this rank computes: on the CPU, unless [`TRY_NCCL`] allows another device. `cuda` is the GPU with this process's number on its
+/// machine.
+fn device(config: &Config, launch: &Launch) -> anyhow::Result<Device> {
+    match &*config.training.device {
+        _ if std::env::var_os(TRY_NCCL).is_none_or(|value| value != "1") => Ok(Device::Cpu),
+        "auto" | "cpu" => Ok(Device::Cpu),
+        "cuda" => Ok(runtime::device::select(&format!("cuda:{}", launch.local_rank))?),
+        named => Ok(runtime::device::select(named)?),
+    }
 }
 
 /// How long a rank waits for the others in one operation.

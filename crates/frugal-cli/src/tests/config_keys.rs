@@ -16,7 +16,7 @@ type Case = (&'static str, &'static str, &'static str);
 const BASE: [Case; 2] =
     [("model.name", "\"@model\"", "--model @model"), ("data.source", "\"@my\"", "--data @my")];
 
-const FINETUNE: [Case; 76] = [
+const FINETUNE: [Case; 77] = [
     ("method", "\"dora\"", "--method dora"),
     ("model.revision", "\"v1\"", "--revision v1"),
     ("model.offline", "true", "--offline"),
@@ -88,6 +88,7 @@ const FINETUNE: [Case; 76] = [
     ("optimizer.zero_stage", "2", ""),
     ("optimizer.replicas", "2", ""),
     ("optimizer.frozen_weights", "\"whole\"", ""),
+    ("optimizer.reduction", "\"native\"", ""),
     ("training.steps", "9", "--steps 9"),
     ("training.epochs", "2", "--epochs 2"),
     ("training.batch", "3", "--batch-size 3"),

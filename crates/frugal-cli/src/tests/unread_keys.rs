@@ -33,6 +33,7 @@ fn keys_without_a_reader_are_named_with_what_reads_them() {
         ("--set optimizer.replicas=2", "several ranks"),
         ("--set optimizer.zero_stage=2", "several ranks"),
         ("--set optimizer.frozen_weights=whole", "several ranks"),
+        ("--set optimizer.reduction=native", "several ranks"),
         ("--shots 3", "`data.shots` (--shots) is 3, which changes nothing here: it is read for GSM8K"),
         ("--strip-annotations", "`data.strip_annotations` (--strip-annotations) is true"),
         ("--split-seed 3", "it is read for GSM8K"),

@@ -2,7 +2,7 @@
 
 use kernels::nf4::Scales;
 use models::hugging_face::Folder;
-use tch::Kind;
+use tch::{Device, Kind};
 
 use crate::config::{
     Compute, Config, Dtype, FrozenPlace, OffloadMethod, OffloadTier, OptimizerPlace, nearest_name,
@@ -124,8 +124,8 @@ pub(super) fn values(config: &Config) -> Result<()> {
     Ok(())
 }
 
-/// Checks the techniques against a training over several ranks.
-pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
+/// Checks the techniques against a training over several ranks, whose groups are for tensors on `device`.
+pub(super) fn ranks(config: &Config, ranks: usize, device: Device) -> Result<()> {
     let refused = |first: &str, why, remedy| {
         Err(Error::Conflict { first: first.to_owned(), second: format!("{ranks} ranks"), why, remedy })
     };
@@ -168,9 +168,10 @@ pub(super) fn ranks(config: &Config, ranks: usize) -> Result<()> {
         let remedy = "use `optimizer.zero_stage = 2`, where each rank has the whole base";
         return refused(&pairs::quantized(config), why, remedy);
     }
-    if !["auto", "cpu"].contains(&&*config.training.device) {
+    if device == Device::Cpu && !["auto", "cpu"].contains(&&*config.training.device) {
         let why = "ranks are connected over CPUs; groups over NCCL have never run on a GPU";
-        return refused("`training.device`", why, "use `training.device = \"cpu\"`, or one process");
+        let remedy = "use `training.device = \"cpu\"`, or one process; with FRUGAL_TRY_NCCL=1 in the environment, `frugal launch` tries it";
+        return refused("`training.device`", why, remedy);
     }
     if !ranks.is_multiple_of(optimizer.replicas) {
         let given = format!("{} with {ranks} ranks", optimizer.replicas);

@@ -157,6 +157,7 @@ impl Prepared {
                     [Stage::One, Stage::Two, Stage::Three][usize::from(own.zero_stage.clamp(1, 3)) - 1];
                 let options = sharding::ShardingConfig {
                     stage,
+                    reduction: own.reduction.into(),
                     master_weights: own.master_weights.keeps_copies(),
                     stochastic_rounding,
                     order,

@@ -36,7 +36,7 @@ const ANOTHER_ORDER: Promise = Promise::Within(1e-4);
 #[allow(clippy::result_large_err, reason = "a test's errors are few")]
 fn run(techniques: &[&Technique], on_gpu: bool, ranks: Option<&Group>) -> Result<Outcome, Error> {
     let _gpu = on_gpu.then(gpu::assume);
-    run_over(Family::Llama, techniques, ranks, Overflow::Skip)
+    run_over(Family::Llama, techniques, ranks.map(Into::into), Overflow::Skip)
 }
 
 #[test]

@@ -18,7 +18,7 @@ use frugal::Recipe;
 use runtime::collectives::Group;
 use testing::ranks::Ranks;
 use training_case::{Case, Start};
-use trainings::{EVALUATED, end, files};
+use trainings::{EVALUATED, Place, end, files};
 
 /// A rank's process runs this test alone.
 #[test]
@@ -83,7 +83,7 @@ fn no_bit_depends_on_the_number_of_ranks() {
     // Nor on what the layers keep.
     let keep = |case: &Case| Case { recipe: format!("{}{KEEP}", case.recipe), ..case.clone() };
     let every_second = case(3, 0.0, 4, "[activations]\nplan = \"every-k\"\n[offload]\nring = 1\n");
-    check_equal(&[
+    let mut groups = [
         vec![
             (keep(&three), 1),
             (keep(&three), 3),
@@ -126,7 +126,14 @@ fn no_bit_depends_on_the_number_of_ranks() {
             (keep(&whole), 2),
             (whole, 3),
         ],
-    ]);
+    ];
+    // Nor on whether the ranks are connected as CPUs are or as GPUs.
+    for group in &mut groups {
+        let over_devices =
+            |(case, count): &(Case, usize)| (Case { place: Place::StandIn, ..case.clone() }, *count);
+        group.extend(group.iter().filter(|(_, count)| *count > 1).map(over_devices).collect::<Vec<_>>());
+    }
+    check_equal(&groups);
 }
 
 /// The same training with its ranks in replicas.

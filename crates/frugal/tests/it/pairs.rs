@@ -14,8 +14,8 @@ use frugal::models::hugging_face::{self, Folder};
 use frugal::models::module::{self, LanguageModel};
 use frugal::models::{DecoderConfig, Gpt2, Gpt2Config, Llama};
 use frugal::recipe::Prepared;
-use frugal::runtime::collectives::Group;
 use frugal::runtime::random::Generator;
+use frugal::sharding::Mesh;
 use frugal::training::Batches;
 use frugal::training::masked_rows::{Layout, MaskedBatches, MaskedRow};
 use frugal::training::observer::{Observer, StepRecord};
@@ -151,7 +151,7 @@ fn run(family: Family, techniques: &[&Technique]) -> Result<Outcome, Error> {
 pub(crate) fn run_over(
     family: Family,
     techniques: &[&Technique],
-    ranks: Option<&Group>,
+    ranks: Option<Mesh>,
     overflow: Overflow,
 ) -> Result<Outcome, Error> {
     let mut config = base();
@@ -160,7 +160,7 @@ pub(crate) fn run_over(
     let mut recipe = Recipe::new(&config)?;
     if let Some(ranks) = ranks {
         // Two, so that what is refused does not depend on the ranks of the run.
-        recipe.check_ranks(ranks.size().max(2))?;
+        recipe.check_ranks(ranks.world().size().max(2))?;
         recipe = recipe.over(ranks)?;
     }
     frugal::runtime::random::seed(1).unwrap();

@@ -114,7 +114,7 @@ fn a_rank() {
         for base in [NF4, BLOCKS] {
             let over = |number: u8, ranks: &Group| {
                 let all = [&base, &LORA, &stage(number)];
-                run_over(Family::Llama, &all, Some(ranks), Overflow::Skip).map_err(Box::new)
+                run_over(Family::Llama, &all, Some(ranks.into()), Overflow::Skip).map_err(Box::new)
             };
             let (divided, alone) = (over(2, &group).unwrap(), over(2, &Group::alone()).unwrap());
             assert!(broken(Promise::Bits, &divided, &alone, Rounding::Fp32).is_none(), "{}", base.name);

@@ -31,7 +31,7 @@ fn a_rank() {
         for stage in &DIVIDED {
             for technique in TECHNIQUES.iter().filter(|technique| CROSSED.contains(&technique.name)) {
                 let run = |ranks: &Group| {
-                    run_over(Family::Gemma4, &[stage, technique], Some(ranks), Overflow::Skip)
+                    run_over(Family::Gemma4, &[stage, technique], Some(ranks.into()), Overflow::Skip)
                         .map_err(Box::new)
                 };
                 let name = format!("{}, {}", stage.name, technique.name);

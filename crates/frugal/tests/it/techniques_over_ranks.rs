@@ -1,4 +1,5 @@
-//! Every technique over two ranks computes the bits of one, or is refused by name before anything is made.
+//! Every technique over two ranks computes the bits of one, or is refused by name before anything is made; the same over groups as ranks
+//! on GPUs have them, with what stands for NCCL.
 
 use std::time::Duration;
 
@@ -6,6 +7,7 @@ use expect_test::expect;
 use frugal::Error;
 use frugal::config::{Compute, ScalerConfig};
 use frugal::runtime::collectives::{Group, GroupConfig, Store};
+use frugal::sharding::Mesh;
 use frugal::training::trainer::Overflow;
 use sha2::{Digest, Sha256};
 use tch::Kind;
@@ -72,12 +74,12 @@ fn a_rank() {
                 .map(|technique| (technique, Overflow::Skip))
                 .chain([(&OVERFLOWING, Overflow::Retry { most: 20 })])
             {
-                let run = |ranks: &Group| run_over(family, &[stage, technique], Some(ranks), overflow);
+                let run = |ranks: Mesh| run_over(family, &[stage, technique], Some(ranks), overflow);
                 let name = technique.name;
                 // Stage 3 makes a second group of these ranks.
                 let group = format!("training {number}, {name}, {overflow:?}");
                 let ranks = Group::new(&store, &group, GroupConfig::default()).unwrap();
-                match run(&ranks) {
+                match run((&ranks).into()) {
                     Err(error @ Error::Conflict { .. }) => println!("{}, {name}: {error}", stage.name),
                     Err(error) => panic!("{}, {family:?}, {name}: {error}", stage.name),
                     Ok(over) => {
@@ -85,10 +87,19 @@ fn a_rank() {
                         println!("bits {number}, {name}: {}", digest(&over));
                         // The other rank prints the same.
                         if ranks.rank() == 0 {
-                            let alone = run(&Group::alone()).unwrap();
+                            let alone = run((&Group::alone()).into()).unwrap();
                             let different = broken(Promise::Bits, &over, &alone, Rounding::Fp32);
                             assert!(different.is_none(), "{}, {family:?}, {name}: {different:?}", stage.name);
                         }
+                        let options = GroupConfig { nccl_stand_in: true, ..GroupConfig::default() };
+                        let devices = ranks.reconnect(&format!("{group}, devices"), options).unwrap();
+                        let over_devices = run(Mesh::over_devices(&ranks, &devices, 1).unwrap()).unwrap();
+                        let different = broken(Promise::Bits, &over_devices, &over, Rounding::Fp32);
+                        assert!(
+                            different.is_none(),
+                            "{}, {family:?}, {name}, devices: {different:?}",
+                            stage.name
+                        );
                     }
                 }
                 ranks.barrier("the next one").unwrap();

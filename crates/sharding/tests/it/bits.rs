@@ -1,7 +1,8 @@
-//! No bit of a training depends on the number of ranks.
+//! No bit of a training depends on the number of ranks, nor on whether they are connected as CPUs are or as GPUs.
 
 use crate::run;
 use crate::training_case::{Case, Dtype};
+use crate::trainings::Place;
 
 /// Trains each case with 1 to 4 ranks in both stages. Losses and norms on every rank, weights on every rank and the state on rank 0
 /// are those of one rank. Returns what one rank printed of each.
@@ -11,14 +12,14 @@ fn check(cases: &[Case]) -> Vec<Vec<String>> {
     check_over(cases, &several.collect::<Vec<_>>())
 }
 
-/// Trains each case with one rank, and as `others` say: stage, ranks, replicas.
+/// Trains each case with one rank, and as `others` say: stage, ranks, replicas. Each twice, the second time over what stands for NCCL.
 #[track_caller]
 fn check_over(cases: &[Case], others: &[(usize, usize, usize)]) -> Vec<Vec<String>> {
     let mut runs = Vec::new();
     for case in cases {
-        let of = |stage, count, replicas| (Case { stage, replicas, ..case.clone() }, count);
-        runs.push(of(1, 1, 1));
-        runs.extend(others.iter().map(|&(stage, count, replicas)| of(stage, count, replicas)));
+        let of = |(stage, count, replicas), place| (Case { stage, replicas, place, ..case.clone() }, count);
+        runs.push(of((1, 1, 1), Place::Host));
+        runs.extend(others.iter().flat_map(|&over| [of(over, Place::Host), of(over, Place::StandIn)]));
     }
     let printed = run(&runs);
     let of_case = runs.len() / cases.len();

@@ -9,6 +9,7 @@ use training::checkpoint;
 use crate::faulty::{Fault, Injected, Operation, PATIENCE, STEP, wait};
 use crate::run;
 use crate::training_case::Case;
+use crate::trainings::Place;
 
 /// Delays the gradients of all parameters. Dropped where the process ends.
 pub(crate) fn delay_backward(parameters: &[(String, &tch::Tensor)], rank: usize) {
@@ -38,21 +39,23 @@ fn check(printed: &[String], (_, rank, operation): Injected, folder: &tempfile::
     assert_eq!(found.checkpoint.unwrap().step, STEP - 1);
 }
 
-fn case(fault: Injected, folder: &tempfile::TempDir) -> Case {
+fn case(fault: Injected, place: Place, folder: &tempfile::TempDir) -> Case {
     let folder = Some(folder.path().to_owned());
-    Case { fault: Some(fault), folder, timeout: PATIENCE, ..Case::default() }
+    Case { fault: Some(fault), place, folder, timeout: PATIENCE, ..Case::default() }
 }
 
 const OPERATIONS: [Operation; 3] = [Operation::Reduce, Operation::Gather, Operation::Save];
 
 #[test]
 fn a_rank_that_hangs_is_named_with_the_operation() {
-    let faults: Vec<_> = OPERATIONS
-        .map(|operation| ((Fault::Hangs, 1, operation), tempfile::tempdir().unwrap()))
-        .into_iter()
+    let faults: Vec<_> = [Place::Host, Place::StandIn]
+        .iter()
+        .flat_map(|place| OPERATIONS.map(|operation| (operation, *place)))
+        .map(|(operation, place)| ((Fault::Hangs, 1, operation), place, tempfile::tempdir().unwrap()))
         .collect();
-    let runs: Vec<_> = faults.iter().map(|(fault, folder)| (case(*fault, folder), 2)).collect();
-    for ((fault, folder), printed) in faults.iter().zip(run(&runs)) {
+    let runs: Vec<_> =
+        faults.iter().map(|(fault, place, folder)| (case(*fault, *place, folder), 2)).collect();
+    for ((fault, _, folder), printed) in faults.iter().zip(run(&runs)) {
         check(&printed[0], *fault, folder);
     }
 }
@@ -65,11 +68,12 @@ fn a_rank_that_is_killed_or_stopped_is_named_with_the_operation() {
         (Fault::Stopped, 0, Operation::Gather),
         (Fault::Killed, 0, Operation::Save),
     ];
-    for fault in killed.into_iter().chain(first) {
+    let faults = killed.into_iter().chain(first).map(|fault| (fault, Place::Host));
+    for (fault, place) in faults.chain(killed.into_iter().map(|fault| (fault, Place::StandIn))) {
         let folder = tempfile::tempdir().unwrap();
         // The other one ends, too.
-        let printed =
-            Processes { lost: &[0, 1], ..Processes::new("a_rank", 2) }.run(&[(case(fault, &folder), 2)]);
+        let printed = Processes { lost: &[0, 1], ..Processes::new("a_rank", 2) }
+            .run(&[(case(fault, place, &folder), 2)]);
         let of_training = |line: &String| line.strip_prefix("training 0: ").map(str::to_owned);
         let printed: Vec<String> = printed[1 - fault.1].iter().filter_map(of_training).collect();
         check(&printed, fault, &folder);

@@ -5,7 +5,7 @@ use testing::ranks::Ranks;
 use crate::faulty::{Fault, Operation};
 use crate::run;
 use crate::training_case::Case;
-use crate::trainings::{end, files};
+use crate::trainings::{Place, end, files};
 
 #[test]
 fn a_killed_training_resumes_with_other_numbers_of_ranks_to_the_same_bits() {
@@ -17,8 +17,9 @@ fn a_killed_training_resumes_with_other_numbers_of_ranks_to_the_same_bits() {
     // The others name the one that is gone.
     let named = |log: &Vec<String>| log.iter().any(|line| line.contains("with rank 3"));
     assert!(printed[..3].iter().any(named), "{printed:?}");
-    // With two ranks up to step 6, with three to the end; and with one that is not stopped.
-    let printed = run(&[(Case { steps: 6, ..saved.clone() }, 2), (saved, 3), (case, 1)]);
+    // With two ranks over what stands for NCCL up to step 6, with three to the end; and with one that is not stopped.
+    let over_devices = Case { place: Place::StandIn, steps: 6, ..saved.clone() };
+    let printed = run(&[(over_devices, 2), (saved, 3), (case, 1)]);
     assert_eq!(end(&printed[1][0], 8), end(&printed[2][0], 8));
 }
 

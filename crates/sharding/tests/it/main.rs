@@ -4,6 +4,7 @@ mod bits;
 mod example;
 mod faults;
 mod faulty;
+mod gpu;
 mod kill;
 mod one_rank;
 mod reduction;

@@ -3,12 +3,12 @@
 
 use runtime::collectives::Group as Ranks;
 use serde::{Deserialize, Serialize};
-use sharding::{Mesh, Reduction, ShardedOptimizer, ShardingConfig, Stage};
+use sharding::{Reduction, ShardedOptimizer, ShardingConfig, Stage};
 use tch::{Device, Kind, Tensor};
 use training::optimizer::{Group, Optimizer, Sgd, StepSettings};
 use training::scaler::NoScaler;
 
-use crate::trainings;
+use crate::trainings::{self, Place};
 
 const ROUNDS: usize = 3;
 /// Of two parameters: less than a block, and several, none a multiple of the ranks.
@@ -19,6 +19,7 @@ struct Case {
     replicas: usize,
     stage_two: bool,
     native: bool,
+    place: Place,
 }
 
 /// The gradients of a micro-batch, between ±1, for parameter `index`.
@@ -41,7 +42,8 @@ impl Case {
             bucket_bytes: 1,
             ..ShardingConfig::default()
         };
-        let mut optimizer = ShardedOptimizer::new(Sgd, groups, Mesh::new(ranks, self.replicas)?, options)?;
+        let mesh = trainings::mesh(ranks, self.replicas, self.place)?;
+        let mut optimizer = ShardedOptimizer::new(Sgd, groups, mesh, options)?;
         optimizer.begin(StepSettings::default())?;
         for round in 0..ROUNDS {
             let mut loss = Tensor::zeros([], (Kind::Float, Device::Cpu));
@@ -75,7 +77,9 @@ fn native_reductions_differ_by_rounding_alone() {
     let mut runs = Vec::new();
     for (count, replicas) in [(2, 1), (3, 1), (4, 2), (2, 2)] {
         for (stage_two, native) in [(false, false), (false, true), (true, true)] {
-            runs.push((Case { replicas, stage_two, native }, count));
+            for place in [Place::Host, Place::StandIn] {
+                runs.push((Case { replicas, stage_two, native, place }, count));
+            }
         }
     }
     let printed = trainings::run("reduction::a_rank_that_reduces", &runs);

@@ -7,14 +7,15 @@ use models::module::{self, LanguageModel};
 use models::{DecoderConfig, Gpt2, Gpt2Config, Llama};
 use runtime::collectives::Group as Ranks;
 use serde::{Deserialize, Serialize};
-use sharding::{Mesh, Reduction, ShardedOptimizer, ShardingConfig, Stage};
-use tch::{Device, Kind};
+use sharding::{Reduction, ShardedOptimizer, ShardingConfig, Stage};
+use tch::Kind;
 use training::activations::{Activations, LayerPlan};
 use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer};
 use training::{Trainer, trainer};
 
 use crate::faults::delay_backward;
 use crate::faulty::{Faulty, Injected};
+use crate::trainings::Place;
 use crate::{saving, trainings};
 
 /// The dtype of the weights.
@@ -32,6 +33,7 @@ pub(crate) struct Case {
     pub(crate) stage: usize,
     /// Replicas among which the ranks are divided.
     pub(crate) replicas: usize,
+    pub(crate) place: Place,
     /// Whether the backend's own collectives reduce.
     pub(crate) native: bool,
     pub(crate) dtype: Dtype,
@@ -64,6 +66,7 @@ impl Default for Case {
         Self {
             stage: 1,
             replicas: 1,
+            place: Place::Host,
             native: false,
             dtype: Dtype::Fp32,
             master_weights: false,
@@ -93,7 +96,7 @@ impl Case {
             Dtype::Bf16 => Kind::BFloat16,
             Dtype::Fp64 => Kind::Double,
         };
-        let options = (kind, Device::Cpu);
+        let options = (kind, self.place.device());
         let mut model: Box<dyn LanguageModel> = if self.dropout {
             let config = Gpt2Config {
                 vocabulary: 61,
@@ -145,7 +148,7 @@ impl Case {
             order,
             shards: None,
         };
-        let mesh = Mesh::new(ranks, self.replicas).unwrap();
+        let mesh = trainings::mesh(ranks, self.replicas, self.place).unwrap();
         Box::new(ShardedOptimizer::new(AdamW::default(), groups, mesh, options).unwrap())
     }
 

@@ -9,8 +9,9 @@ use std::time::{Duration, Instant};
 
 use models::module;
 use runtime::collectives::{Group as Ranks, GroupConfig, Store};
-use serde::Serialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
+use sharding::Mesh;
 use tch::{Device, Kind, Tensor};
 use training::Trainer;
 use training::batches::Synthetic;
@@ -52,11 +53,44 @@ pub(crate) fn rank<C: DeserializeOwned>(
     });
 }
 
+/// Where the parameters are, and how their tensors travel. The rest travels over the ranks' own group.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub(crate) enum Place {
+    /// On the CPU, over Gloo.
+    #[default]
+    Host,
+    /// On the CPU, over what stands for NCCL, in a group of their own.
+    StandIn,
+    /// On the first GPU, over NCCL.
+    Gpu,
+}
+
+impl Place {
+    pub(crate) fn device(self) -> Device {
+        if self == Self::Gpu { Device::Cuda(0) } else { Device::Cpu }
+    }
+}
+
+/// The ranks in replicas.
+pub(crate) fn mesh(ranks: &Ranks, replicas: usize, place: Place) -> training::Result<Mesh> {
+    if place == Place::Host {
+        return Mesh::new(ranks, replicas);
+    }
+    let nccl_stand_in = place == Place::StandIn;
+    let options = GroupConfig { timeout: ranks.timeout(), device: place.device(), nccl_stand_in };
+    let devices = ranks.reconnect(&format!("{}, devices", ranks.name()), options)?;
+    Mesh::over_devices(ranks, &devices, replicas)
+}
+
 /// Runs trainings one after another, in the same processes, which run the test `a_rank`. Returns for each what its ranks printed.
 #[track_caller]
 pub(crate) fn run<C: Serialize + Debug>(a_rank: &str, runs: &[(C, usize)]) -> Vec<Vec<Vec<String>>> {
     let count = runs.iter().map(|(_, count)| *count).max().unwrap();
-    let printed = testing::ranks::Ranks::new(a_rank, count).run(&runs);
+    of_runs(&testing::ranks::Ranks::new(a_rank, count).run(&runs), runs)
+}
+
+/// What the ranks of each run have printed, of all that these processes did.
+pub(crate) fn of_runs<C>(printed: &[Vec<String>], runs: &[(C, usize)]) -> Vec<Vec<Vec<String>>> {
     let of = |number: usize, rank: usize| {
         let prefix = format!("training {number}: ");
         printed[rank].iter().filter_map(|line| line.strip_prefix(&prefix)).map(str::to_owned).collect()
@@ -101,7 +135,7 @@ pub(crate) fn train(
         length: 12,
         noise: 2,
         batches: None,
-        device: Device::Cpu,
+        device: module::parameters(trainer.model.as_ref())[0].1.device(),
         position: 0,
     };
     if let Some(folder) = folder {
@@ -174,7 +208,7 @@ impl Observer for Kill {
 
 /// FNV-1a of a tensor's bytes, eight at a time.
 fn bits(tensor: &Tensor) -> u64 {
-    let tensor = tensor.detach().contiguous().view([-1]).view_dtype(Kind::Uint8);
+    let tensor = tensor.detach().to_device(Device::Cpu).contiguous().view([-1]).view_dtype(Kind::Uint8);
     let bytes = Vec::<u8>::try_from(tensor).unwrap();
     bytes.chunks(8).fold(0xcbf2_9ce4_8422_2325, |hash, chunk| {
         let mut word = [0; 8];

@@ -19,7 +19,7 @@ use training::optimizer::{AdamW, DeviceOptimizer, Group};
 use super::faulty::{Faulty, Injected};
 use sharding::Mesh;
 
-use super::trainings;
+use super::trainings::{self, Place};
 
 /// A training.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
@@ -43,6 +43,7 @@ pub(super) struct Case {
     pub(super) fault: Option<Injected>,
     /// Of the ranks for each other, if not the usual one.
     pub(super) timeout: Option<Duration>,
+    pub(super) place: Place,
 }
 
 /// How a model comes to its techniques.
@@ -131,7 +132,7 @@ impl Case {
         let (mut trainer, handles) = if self.without_ranks {
             self.prepare(&recipe).trainer(self.steps).unwrap()
         } else {
-            let over = mesh.insert(Mesh::new(ranks, config.optimizer.replicas).unwrap());
+            let over = mesh.insert(trainings::mesh(ranks, config.optimizer.replicas, self.place).unwrap());
             let prepared = self.prepare(&recipe.over(over.clone()).unwrap());
             println!("training {number}: bytes start {}", start.finish().unwrap().peak_above_start());
             prepared.trainer(self.steps).unwrap()

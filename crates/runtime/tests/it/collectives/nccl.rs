@@ -50,7 +50,8 @@ fn ranks_over_nccl_compute_the_bits_of_ranks_over_gloo() {
 pub(super) fn two(launch: &Launch) {
     let (store, cpus) = super::connect(launch, TIMEOUT);
     let device = Device::Cuda(launch.local_rank);
-    let gpus = Group::new(&store, "gpus", GroupConfig { timeout: TIMEOUT, device, ..GroupConfig::default() }).unwrap();
+    let gpus = Group::new(&store, "gpus", GroupConfig { timeout: TIMEOUT, device, ..GroupConfig::default() })
+        .unwrap();
     compare(&cpus, &gpus, device);
     compare(&cpus, &gpus.duplicate("gpus again").unwrap(), device);
     misplaced(&cpus, &gpus, device);
