@@ -21,6 +21,10 @@
 //!
 //! a step of ZeRO-3 waits for transfers, whatever the model. A training of M batch tokens does not get faster beyond M/T* ranks.
 //!
+//! **Ordered sums**, whose bits do not depend on the number of ranks, are not a ring: each rank sends every other its part, (N − 1)/N of the
+//! gradients as in a ring, but of g ranks of a node each sends (N − g)/N to other nodes. So with N ranks over nodes of g there cross
+//! g·(N − g)/(N − 1) times a ring's bytes, up to g times, and b_g counts so often in T*.
+//!
 //! **Failures.** With a checkpoint every τ = √(2·save·MTBF) (Young 1974; Daly 2006), the share of time in which the training advances is
 //! 1 − save/τ − (τ/2 + restart)/MTBF, and the MTBF of a run that of a GPU divided by their number.
 //!
@@ -245,6 +249,14 @@ pub fn step(work: &Work, division: Division, network: &Network) -> Step {
 /// the FLOP/s that a rank reaches, and the bytes per second of its group. With recomputation fewer do: backward computes longer.
 pub fn critical_tokens(weight: f64, gradient: f64, flops: f64, rate: f64) -> f64 {
     (weight / 2.0).max((weight + gradient) / 4.0) * flops / rate
+}
+
+/// Returns how many times a ring's bytes the ordered sums of `ranks`, which fill nodes of `node` ranks, send between nodes: 1 within a node.
+pub fn ordered_bytes_over_ring(ranks: u64, node: u64) -> f64 {
+    if ranks <= node {
+        return 1.0;
+    }
+    node as f64 * (ranks - node) as f64 / (ranks - 1) as f64
 }
 
 #[cfg(test)]

@@ -276,6 +276,46 @@ impl Layout {
         }
         sum(WHAT, sent)
     }
+
+    /// Returns those of [`Layout::sent_bytes`] that go to rank `to`, another one, so that the bytes on the link between two machines are a
+    /// sum over their ranks.
+    ///
+    /// # Errors
+    /// Counts beyond 64 bits.
+    pub fn sent_bytes_to(&self, rank: u64, to: u64, rounds: u64, slots: u64) -> Result<u64, Error> {
+        const WHAT: &str = "bytes that a rank sends to another";
+        let ([replica, number], [its_replica, its_number]) = (self.place(rank), self.place(to));
+        let mut sent = Vec::new();
+        for region in &self.regions {
+            let share = |number: u64| {
+                let range = region.owned(number, self.ranks);
+                range.end - range.start
+            };
+            // Sums go from replica to replica, and from the last to all.
+            let takes_sums = its_replica == replica + 1 || replica + 1 == self.replicas;
+            match region.gradients {
+                Some(_) if replica != its_replica => {
+                    let times = u64::from(number == its_number && takes_sums);
+                    sent.push(product(WHAT, &[rounds, times, Dtype::Fp32.bytes(share(number))?])?);
+                }
+                Some(dtype) => sent.push(product(WHAT, &[rounds, dtype.bytes(share(its_number))?])?),
+                None => {}
+            }
+            if replica == its_replica {
+                let gathers = match region.layer {
+                    Some(layer) => self.gathers(layer, rounds, slots),
+                    None => u64::from(region.gradients.is_some()),
+                };
+                sent.push(product(WHAT, &[gathers, region.dtype.bytes(share(number))?])?);
+            }
+        }
+        sum(WHAT, sent)
+    }
+
+    /// A rank's replica, and its number there.
+    fn place(&self, rank: u64) -> [u64; 2] {
+        [rank / self.ranks, rank % self.ranks]
+    }
 }
 
 #[cfg(test)]

@@ -2,6 +2,8 @@
 
 mod bench;
 mod cost;
+mod links;
+mod machines;
 mod model;
 mod rank;
 mod timeline;
@@ -17,7 +19,9 @@ pub(crate) enum Verb {
     Cost(cost::CostArgs),
     /// Steps over two ranks, and their losses, for a comparison with another program
     Bench(bench::BenchArgs),
-    /// A rank of `cost` and `bench`
+    /// Steps over two machines whose cable has a limited rate, and the bytes on it
+    Links(links::LinksArgs),
+    /// A rank of the others
     #[command(hide = true)]
     Rank(rank::Rank),
 }
@@ -28,6 +32,9 @@ impl Verb {
             Self::Cost(arguments) => driver.run("sharding", |bench| cost::run(bench, arguments)),
             Self::Bench(arguments) => {
                 driver.one_size().run("sharding-bench", |bench| bench::run(bench, arguments))
+            }
+            Self::Links(arguments) => {
+                driver.one_size().run("sharding-links", |bench| links::run(bench, arguments))
             }
             Self::Rank(arguments) => rank::run(arguments),
         }

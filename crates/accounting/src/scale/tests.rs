@@ -26,6 +26,16 @@ fn critical_tokens_depend_on_rates_alone() {
     assert_eq!([368e9, 46e9, 11.5e9].map(critical), [1598.0, 12_783.0, 51_130.0]);
 }
 
+/// Four ranks on two nodes: each sends half of its gradients to the other node, so 2 of 4 quarters from two ranks, where a ring has 3.
+#[test]
+fn ordered_sums_cross_nodes_more_often_than_a_ring() {
+    assert_eq!([1, 8].map(|ranks| ordered_bytes_over_ring(ranks, 8)), [1.0; 2]);
+    assert_eq!(ordered_bytes_over_ring(4, 2), 4.0 / 3.0);
+    assert_eq!(ordered_bytes_over_ring(64, 1), 1.0);
+    let many = ordered_bytes_over_ring(100_000, 8);
+    assert!((7.99..8.0).contains(&many), "{many}");
+}
+
 /// Few tokens per GPU wait for transfers; many compute. Hybrid sharding reduces over replicas instead.
 #[test]
 fn what_bounds_a_step_follows_the_tokens() {

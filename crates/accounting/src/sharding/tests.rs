@@ -114,3 +114,24 @@ fn a_rank_of_stage_3_gathers_the_frozen_base_of_adapters() {
     near(over_ranks(&|number| whole.sent_bytes(number, 1, 0).unwrap()), 8.0 * adapters as f64);
     near(rank(&whole, 0).weights, weights);
 }
+
+#[test]
+fn what_a_rank_sends_is_what_it_sends_to_each_other_rank() {
+    let model = presets::find("qwen2.5-0.5b").unwrap();
+    for stage in [ZeroStage::One, ZeroStage::Two, ZeroStage::Three] {
+        for (ranks, replicas) in [(1, 1), (2, 1), (5, 1), (2, 2), (3, 4)] {
+            let layout = Layout::of_decoder(&model, &Recipe::FP32, stage, ranks).unwrap();
+            let layout = layout.with_replicas(replicas).unwrap();
+            let all = ranks * replicas;
+            for rank in 0..all {
+                let to = (0..all).filter(|to| *to != rank);
+                let sent = to.map(|to| layout.sent_bytes_to(rank, to, 3, 2).unwrap()).sum::<u64>();
+                assert_eq!(
+                    sent,
+                    layout.sent_bytes(rank, 3, 2).unwrap(),
+                    "{stage:?}, rank {rank} of {ranks} × {replicas}"
+                );
+            }
+        }
+    }
+}

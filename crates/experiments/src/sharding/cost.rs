@@ -192,6 +192,6 @@ fn memory(sizes: &Sizes, stage: &str, ranks: usize, measured: &[&Measured]) -> a
 
 /// Bytes of the numbers that a rank sends in a step beside gradients and weights, to each other rank: which parameters have a gradient,
 /// a loss for each micro-batch, and whether to stop and to save.
-fn numbers(parameters: usize, ranks: usize) -> u64 {
+pub(super) fn numbers(parameters: usize, ranks: usize) -> u64 {
     8 * ((parameters + ranks + 2) * (ranks - 1)) as u64
 }

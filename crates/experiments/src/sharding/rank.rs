@@ -13,7 +13,7 @@ use runtime::collectives::{Group, GroupConfig, Launch, Store};
 use runtime::memory::{self, Region};
 use runtime::profile::{Trace, TraceConfig};
 use serde::{Deserialize, Serialize};
-use sharding::{FrozenWeights, ShardedOptimizer, ShardingConfig, Shards, Stage};
+use sharding::{FrozenWeights, Mesh, ShardedOptimizer, ShardingConfig, Shards, Stage};
 use tch::Device;
 use training::activations::{Activations, LayerPlan};
 use training::layer_source::LayerSource;
@@ -49,6 +49,12 @@ pub(crate) struct Rank {
     /// Micro-batches of each rank in a step
     #[arg(long, default_value_t = 1)]
     rounds: usize,
+    /// Replicas among which the ranks are divided
+    #[arg(long, default_value_t = 1)]
+    replicas: usize,
+    /// The network interface whose sent bytes are counted
+    #[arg(long)]
+    interface: Option<String>,
     /// The rank to be of a group whose other ranks are not there, and their number
     #[arg(long, num_args = 2, value_names = ["RANK", "RANKS"])]
     fake: Vec<usize>,
@@ -71,6 +77,9 @@ pub(crate) struct Measured {
     pub(crate) peak_bytes: u64,
     /// Bytes that this rank sent in a step, gathers of layers included.
     pub(crate) sent_bytes: u64,
+    /// Bytes that this machine put on the interface in each step, headers included.
+    #[serde(default)]
+    pub(crate) link_bytes: Vec<u64>,
     pub(crate) spans: Vec<Span>,
 }
 
@@ -80,7 +89,7 @@ struct Training {
     batches: HashedBatches,
     records: Collect,
     measured: Measured,
-    group: Group,
+    mesh: Mesh,
     /// The group that gathers layers.
     gathers: Option<Group>,
     _handles: (Option<Activations>, Option<Offload>),
@@ -90,6 +99,7 @@ impl Training {
     /// A training of these ranks, over a group of its own.
     fn new(arguments: &Rank, variant: &str, ranks: &Group) -> anyhow::Result<Self> {
         let group = &ranks.duplicate(variant)?;
+        let mesh = Mesh::new(group, arguments.replicas)?;
         let mut model = arguments.sizes.model()?;
         let mut handles = (None, None);
         let mut shards = None;
@@ -97,7 +107,7 @@ impl Training {
         if variant == RECOMPUTED {
             handles.0 = Some(Activations::install(model.as_mut(), &vec![LayerPlan::RecomputeAll; layers])?);
         } else if stage(variant) == Some(Stage::Three) {
-            let divided = Shards::new(group, FrozenWeights::default())?;
+            let divided = Shards::new(mesh.clone(), FrozenWeights::default())?;
             let source: Option<Arc<dyn LayerSource>> = Some(Arc::new(divided.clone()));
             let keep = if is_recomputed(variant) { Vec::new() } else { (0..layers).collect() };
             let options =
@@ -119,7 +129,15 @@ impl Training {
             (_, Some(stage)) => {
                 let bucket_bytes = arguments.sizes.bucket_bytes;
                 let options = ShardingConfig { stage, bucket_bytes, shards, ..ShardingConfig::default() };
-                (Box::new(ShardedOptimizer::new(AdamW::default(), vec![parameters], group, options)?), true)
+                (
+                    Box::new(ShardedOptimizer::new(
+                        AdamW::default(),
+                        vec![parameters],
+                        mesh.clone(),
+                        options,
+                    )?),
+                    true,
+                )
             }
             (other, None) => bail!("unknown variant `{other}`"),
         };
@@ -136,7 +154,7 @@ impl Training {
         let records = Collect::default();
         trainer.observers.push(Box::new(records.clone()));
         let measured = Measured { variant: variant.to_owned(), ..Measured::default() };
-        Ok(Self { trainer, batches, records, measured, group: group.clone(), gathers, _handles: handles })
+        Ok(Self { trainer, batches, records, measured, mesh, gathers, _handles: handles })
     }
 
     fn step(&mut self) -> anyhow::Result<()> {
@@ -147,7 +165,9 @@ impl Training {
 
     /// Bytes that this rank has sent.
     fn sent(&self) -> u64 {
-        [Some(&self.group), self.gathers.as_ref()].into_iter().flatten().map(|group| group.bytes().sent).sum()
+        let of_replicas = self.mesh.groups().filter(|_| self.mesh.replicas() > 1);
+        let groups = std::iter::once(self.mesh.world()).chain(of_replicas).chain(&self.gathers);
+        groups.map(|group| group.bytes().sent).sum()
     }
 }
 
@@ -194,11 +214,14 @@ pub(crate) fn run(arguments: &Rank) -> anyhow::Result<()> {
     for _ in 0..arguments.steps {
         for training in &mut trainings {
             group.barrier("before")?;
+            let before = arguments.interface.as_deref().map(sent_over).transpose()?;
             let (sent, start) = (training.sent(), Instant::now());
             training.step()?;
             group.barrier("after")?;
             training.measured.seconds.push(start.elapsed().as_secs_f64());
             training.measured.sent_bytes = training.sent() - sent;
+            let after = arguments.interface.as_deref().map(sent_over).transpose()?;
+            training.measured.link_bytes.extend(after.zip(before).map(|(after, before)| after - before));
         }
     }
     let peak = region.finish()?.peak.saturating_sub(before);
@@ -223,6 +246,31 @@ pub(crate) fn run(arguments: &Rank) -> anyhow::Result<()> {
     Ok(())
 }
 
+/// The bytes that an interface has sent.
+fn sent_over(interface: &str) -> anyhow::Result<u64> {
+    let path = format!("/sys/class/net/{interface}/statistics/tx_bytes");
+    let text = std::fs::read_to_string(&path).with_context(|| path.clone())?;
+    text.trim().parse().with_context(|| format!("{path} has {text:?}"))
+}
+
+/// The longest that ranks may take.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(1800);
+
+/// The words that make this program a rank of these trainings.
+pub(crate) fn words(sizes: &Sizes, variants: &[&str], steps: usize, further: &[String]) -> Vec<String> {
+    let mut words = vec!["sharding".to_owned(), "rank".to_owned()];
+    words.extend(sizes.flags());
+    words.extend(["--variants".to_owned(), variants.join(","), "--steps".to_owned(), steps.to_string()]);
+    words.extend_from_slice(further);
+    words
+}
+
+/// Reads what ranks have printed.
+pub(crate) fn read(printed: Vec<Vec<String>>) -> anyhow::Result<Vec<Vec<Measured>>> {
+    let read = |line: &String| serde_json::from_str(line).with_context(|| format!("a rank printed `{line}`"));
+    printed.iter().map(|lines| lines.iter().map(read).collect()).collect()
+}
+
 /// Runs ranks, and returns what each measured of each variant.
 pub(crate) fn measure(
     ranks: usize,
@@ -231,15 +279,5 @@ pub(crate) fn measure(
     steps: usize,
     further: &[String],
 ) -> anyhow::Result<Vec<Vec<Measured>>> {
-    const DEADLINE: Duration = Duration::from_secs(1800);
-    let mut arguments = vec!["sharding".to_owned(), "rank".to_owned()];
-    arguments.extend(sizes.flags());
-    arguments.extend(["--variants".to_owned(), variants.join(","), "--steps".to_owned(), steps.to_string()]);
-    arguments.extend_from_slice(further);
-    let of_rank = |lines: Vec<String>| -> anyhow::Result<Vec<Measured>> {
-        let read =
-            |line: &String| serde_json::from_str(line).with_context(|| format!("a rank printed `{line}`"));
-        lines.iter().map(read).collect()
-    };
-    crate::processes::run(ranks, &arguments, DEADLINE)?.into_iter().map(of_rank).collect()
+    read(crate::processes::run(ranks, &words(sizes, variants, steps, further), DEADLINE)?)
 }

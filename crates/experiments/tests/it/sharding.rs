@@ -47,6 +47,30 @@ fn ranks_of_every_stage_send_and_take_what_is_predicted() {
     }
 }
 
+/// Two machines in one, as far as this process may make them. Headers, acknowledgements and the answers of barriers are on the cable, too.
+#[test]
+fn bytes_between_machines_are_the_predicted_ones() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = crate::program("sharding");
+    let words = "links --tiny --rates 0 --steps 2 --tokens 16 --device cpu --seed 0 --records records.jsonl";
+    let output = command.args(words.split(' ')).current_dir(folder.path()).output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    let text = std::fs::read_to_string(folder.path().join("records.jsonl")).unwrap_or_default();
+    if text.is_empty() {
+        let reason = said.lines().find(|line| line.contains("skipped: ")).expect("a reason");
+        eprintln!("{reason}");
+        return;
+    }
+    let records = text.lines().map(|line| serde_json::from_str::<Record>(line).unwrap());
+    let ratios: Vec<f64> = records
+        .filter(|record| record.metric.name == "link_over_predicted")
+        .map(|record| record.metric.value.unwrap())
+        .collect();
+    assert_eq!(ratios.len(), 4, "{text}");
+    assert!(ratios.iter().all(|ratio| (1.0..1.1).contains(ratio)), "{ratios:?}");
+}
+
 /// Numbers of `key` of a training.
 fn numbers(training: &Value, key: &str) -> Vec<f64> {
     training[key].as_array().unwrap().iter().map(|number| number.as_f64().unwrap()).collect()

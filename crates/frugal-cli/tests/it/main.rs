@@ -21,6 +21,7 @@ mod launch_training;
 mod linear_attention;
 mod machines;
 mod master_weights;
+#[path = "../../../experiments/src/sharding/machines.rs"]
 mod network;
 mod nf4;
 mod non_finite;

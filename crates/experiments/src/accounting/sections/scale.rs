@@ -4,7 +4,10 @@
 use accounting::decoder_flops::Workload;
 use accounting::hardware;
 use accounting::memory::recipe::Recipe;
-use accounting::scale::{Gpus, LLAMA_3_FAILURES, Network, Parallelism, Run, critical_tokens};
+use accounting::quantity::grouped;
+use accounting::scale::{
+    Gpus, LLAMA_3_FAILURES, Network, Parallelism, Run, critical_tokens, ordered_bytes_over_ring,
+};
 use accounting::{Decoder, Dtype, Error, presets};
 use report::{Case, Environment, Metric, Record};
 
@@ -37,18 +40,25 @@ struct Published {
     recomputed: f64,
     /// All GPUs; those that divide the weights (FSDP); those that divide the layers (TP · PP): see [`Parallelism`].
     gpus: [u64; 3],
-    /// The share of the time in which the pipeline is empty.
+    /// The share of the time in which the pipeline is empty ([`bubble`]).
     bubble: f64,
     /// Published tokens per second and GPU.
     rate: f64,
 }
 
+/// The share of the time in which a pipeline of `ranks` is empty, each with so many of the model's stages, for a step of `micro_batches`
+/// (Narayanan et al., arXiv:2104.04473): (p − 1)/(v·m + p − 1).
+const fn bubble(ranks: u32, stages: u32, micro_batches: u32) -> f64 {
+    let empty = (ranks - 1) as f64;
+    empty / ((stages * micro_batches) as f64 + empty)
+}
+
 /// Numbers of GPUs of the predicted steps.
 const COUNTS: [u64; 9] = [8, 64, 512, 2048, 4096, 8192, 16_384, 32_768, 100_000];
 
-/// The pipeline bubble of 8 stages and 32 micro-batches, (p − 1)/(m + p − 1); with two interleaved stages per rank, half as long.
-const BUBBLE: f64 = 7.0 / (32.0 + 7.0);
-const BUBBLE_INTERLEAVED: f64 = 7.0 / (2.0 * 32.0 + 7.0);
+/// Micro-batches of a step of torchtitan over a pipeline of 8 ranks: as many as ranks, its default
+/// (`pipeline_parallel_microbatches`), of 4 of the 32 sequences each.
+const TITAN_MICRO_BATCHES: u32 = 8;
 
 const TITAN_8B: Published = Published {
     what: "8B on 128 GPUs, FSDP",
@@ -67,31 +77,34 @@ const TITAN_405B: Published = Published {
     sequences: 32,
     recomputed: 1.0,
     gpus: [512, 8, 64],
-    bubble: BUBBLE,
+    bubble: bubble(8, 1, TITAN_MICRO_BATCHES),
     rate: 100.0,
 };
-const TITAN: [Published; 5] = [
+const TITAN_70B: Published = Published {
+    what: "70B on 256 GPUs, FSDP 32 × TP 8, fp8",
+    program: "fp8",
+    model: "llama-3-70b",
+    sequences: 16,
+    recomputed: 1.0,
+    gpus: [256, 32, 8],
+    bubble: 0.0,
+    rate: 829.0,
+};
+const TITAN: [Published; 7] = [
     TITAN_8B,
+    Published { what: "8B on 128 GPUs, FSDP, fp8", program: "fp8", rate: 8380.0, ..TITAN_8B },
     Published {
         what: "8B on 128 GPUs, FSDP, torch.compile",
         program: "torch.compile",
         rate: 6514.0,
         ..TITAN_8B
     },
-    Published {
-        what: "70B on 256 GPUs, FSDP 32 × TP 8, fp8",
-        program: "fp8",
-        model: "llama-3-70b",
-        sequences: 16,
-        recomputed: 1.0,
-        gpus: [256, 32, 8],
-        bubble: 0.0,
-        rate: 876.0,
-    },
+    TITAN_70B,
+    Published { what: "70B on 256 GPUs, FSDP 32 × asynchronous TP 8, fp8", rate: 876.0, ..TITAN_70B },
     TITAN_405B,
     Published {
         what: "405B on 512 GPUs, FSDP 8 × TP 8 × PP 8, fp8, interleaved",
-        bubble: BUBBLE_INTERLEAVED,
+        bubble: bubble(8, 2, TITAN_MICRO_BATCHES),
         rate: 128.0,
         ..TITAN_405B
     },
@@ -153,6 +166,16 @@ fn published() -> Result<Figures, Error> {
         let predicted =
             run(&model, sequences, recomputed, gpus, bubble).tokens_per_second(&calibrated(program)?)?;
         add("tokens/s", what, TITAN_SOURCE, "tokens/s", rate, predicted);
+    }
+    // Llama 3's pre-training (table 4), in bf16 without recomputation: TP 8 × PP 16, 32 and 16 sequences of each data-parallel rank, a
+    // micro-batch of one. The interleaved stages of a rank are not published: 8, of one layer each, are assumed.
+    let (model, gpus) = (presets::find("llama-3.1-405b")?, calibrated("torch.compile")?);
+    for (count, sequences, published) in [(8192, 32, 43.0), (16_384, 16, 41.0)] {
+        let share = [count, count / 128, 128];
+        let run =
+            run(&model, sequences, 0.0, share, bubble(16, 8, u32::try_from(sequences).unwrap_or(u32::MAX)));
+        let what = format!("405B on {} GPUs, TP 8 × PP 16, bf16", grouped(count.into()));
+        add("utilization", &what, "arXiv:2407.21783", "%", published, 100.0 * run.utilization(&gpus)?);
     }
     // torchtitan publishes the peak memory of a GPU in GiB, among 8 and among 128. The difference is the shard of the weights, gradients and
     // moments in fp32: activations take as much on 8 GPUs as on 128.
@@ -220,18 +243,22 @@ fn steps() -> Result<Figures, Error> {
 /// 16 Mi tokens gives each so many.
 fn critical() -> Result<Figures, Error> {
     let gpus = calibrated("torch.compile")?;
+    // The GPUs of the table's other rows fill nodes of 8, of which there are many.
     let links = [
-        ("NVLink, one node", H100.local),
-        ("8 × 400 Gb/s", 8.0 * LINK),
-        ("1 × 400 Gb/s", LINK),
-        ("1 × 100 Gb/s", LINK / 4.0),
-        ("1 × 10 Gb/s", LINK / 40.0),
+        ("NVLink, one node", H100.local, H100.node),
+        ("8 × 400 Gb/s", 8.0 * LINK, u64::MAX),
+        ("1 × 400 Gb/s", LINK, u64::MAX),
+        ("1 × 100 Gb/s", LINK / 4.0, u64::MAX),
+        ("1 × 10 Gb/s", LINK / 40.0, u64::MAX),
     ];
     let mut figures = Vec::new();
-    for (name, rate) in links {
+    for (name, rate, ranks) in links {
         let case = Case::new().with("shows", "critical").with("network", name);
         let tokens = critical_tokens(2.0, 4.0, gpus.flops, rate);
         figures.push((case.clone(), Metric::exact("critical_tokens", "tokens", tokens)));
+        let ordered = 4.0 * ordered_bytes_over_ring(ranks, H100.node);
+        let tokens_of_ordered = critical_tokens(2.0, ordered, gpus.flops, rate);
+        figures.push((case.clone(), Metric::exact("ordered_critical_tokens", "tokens", tokens_of_ordered)));
         let most = (f64::from(1 << 24) / tokens).floor();
         figures.push((case, Metric::exact("useful_gpus", "count", most)));
     }
