@@ -17,6 +17,7 @@
 //! | [`Olmo2`](Family::Olmo2) | the same, queries and keys normalised as a whole | SwiGLU `3 · d · f` | RMSNorm after each branch | rotary |
 //! | [`Phi3`](Family::Phi3) | one `d → hk + 2nk` | SwiGLU, `d → 2f` and `f → d` | RMSNorm | rotary |
 //! | [`Gemma3`](Family::Gemma3) ([`Gemma2`](Family::Gemma2)) | as Qwen3 (Llama) | GELU-gated, `3 · d · f` | RMSNorm × 4 | rotary |
+//! | [`Gemma4`](Family::Gemma4) | as Gemma 3, with other `n` and `k` in some layers, and queries alone in the last | GELU-gated, `3 · d · f`, and a gated input of each layer | RMSNorm × 5 | rotary |
 //!
 //! The "transformer accounting" of CS336 (assignment 1) is the Llama family with untied embeddings and GPT-2's sizes.
 //!

@@ -6,7 +6,8 @@ use std::time::Instant;
 use crate::common_flags::Common;
 use accounting::Decoder;
 use accounting::decoder_flops::Workload;
-use accounting::offload::{self as on_paper, sizes};
+use accounting::offload::sizes::{self, Choices};
+use accounting::offload::{self as on_paper};
 use accounting::quantity::bytes_text;
 use anyhow::{Context, bail};
 use clap::{ArgGroup, Args};
@@ -16,8 +17,7 @@ use frugal::companion_files::CompanionFiles;
 use frugal::config::{Bytes, ExpertsConfig, OffloadConfig, OffloadTier};
 use frugal::models::hugging_face::Folder;
 use frugal::offload::{Offload, Tier};
-use frugal::planning::{self, Budget, MachineRates, PeakMeter};
-use kernels::quantized::blocks;
+use frugal::planning::{self, Budget, MachineRates, PeakMeter, WeightFormat};
 use lora::peft::TENSORS_FILE;
 use models::generation::{FinishReason, Generated, GenerationConfig, Generator};
 use models::tensors_file::dtype_name;
@@ -109,11 +109,11 @@ impl Generate {
         budget: Bytes,
         config: &mut OffloadConfig,
     ) -> anyhow::Result<()> {
-        if !matches!(kind, Kind::Float | Kind::BFloat16)
-            && (!planning::recipe(kind).is_quantized() || kind == blocks::KIND)
-        {
+        let format = WeightFormat::of(folder, kind)?;
+        if !matches!(kind, Kind::Float | Kind::BFloat16) && !format.recipe().is_quantized() {
             bail!(
-                "the weights are {}, and a budget is planned for float32, bfloat16 and nf4; give --dtype, or --offload without --budget",
+                "the weights are {}, and a budget is planned for float32, bfloat16, nf4 and gguf; give --dtype, or --offload without \
+                 --budget",
                 dtype_name(kind)
             );
         }
@@ -137,7 +137,8 @@ impl Generate {
         let longest =
             prompts.iter().map(Vec::len).max().unwrap_or(1).min(shape.max_position_embeddings as usize);
         let work = Workload { batch: prompts.len() as u64, sequence: longest.max(1) as u64 };
-        let choices = planning::choices((kind, device), &rates, work.sequence);
+        let choices =
+            Choices { recipe: format.recipe(), ..planning::choices((kind, device), &rates, work.sequence) };
         let costs =
             sizes::generation(&Decoder::from_config(shape)?, work, self.max_new_tokens as u64, &choices)?;
         let adapter = adapter.map_or(Ok(0), adapter_bytes)?;

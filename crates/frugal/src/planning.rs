@@ -48,6 +48,8 @@ pub fn choices((kind, device): (Kind, Device), rates: &MachineRates, loss_chunk:
         logits: Logits::LastToken,
         product_workspaces: rates.product_workspaces,
         attention_kernel: kernels::attention::takes(device, rates::product_kind(kind)),
+        widens: widens(kind, device),
+        tile_bytes: kernels::quantized::tile_bytes(device).unsigned_abs(),
         ..Choices::default()
     }
 }

@@ -49,7 +49,6 @@ use std::sync::Arc;
 
 use amp::{Autocast, DynamicGradScaler, DynamicScalerConfig, StaticGradScaler};
 use fused_ce::{Chunk, Gradients, LinearCrossEntropy};
-use kernels::quantized::blocks;
 use lora::LoraConfig;
 use models::hugging_face::Folder;
 use models::init::Init;
@@ -184,18 +183,6 @@ impl Recipe {
         }
         match self.config.offload.as_ref().filter(|_| shards.is_none()) {
             None => self.apply_to(Box::new(folder.load(kind, device)?), Opened::default(), shards),
-            Some(offload) if kind == Some(blocks::KIND) => {
-                // A file's blocks are read as a whole; then layers go to their tier.
-                let mut model = folder.load(kind, device)?;
-                let layers = usize::try_from(folder.config().num_hidden_layers).unwrap_or(0);
-                let options = offload::OffloadConfig {
-                    keep: self.kept_layers(layers)?,
-                    inputs_on_host: self.config.keeps_inputs_on_host(),
-                    ..offload.options(device)
-                };
-                let offload = options.install(&mut model)?;
-                self.apply_to(Box::new(model), Opened::offloaded(offload), None)
-            }
             Some(offload) => {
                 let layers = usize::try_from(folder.config().num_hidden_layers).unwrap_or(0);
                 let options = offload::OffloadConfig {

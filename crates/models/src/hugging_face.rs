@@ -64,6 +64,7 @@ pub(crate) use weights::Weights;
 use crate::error::{self, Error, Result};
 use crate::init::Init;
 use crate::llama::{DecoderConfig, Llama};
+use crate::module::Block;
 #[cfg(feature = "gguf")]
 use crate::stored_blocks;
 use crate::strict_json;
@@ -246,11 +247,8 @@ impl Folder {
     /// A dtype that models do not compute in; `None` for weights of several dtypes; too little memory; a device that does not
     /// exist.
     pub fn load(&self, kind: Option<Kind>, device: Device) -> Result<Llama> {
-        #[cfg(feature = "gguf")]
-        if kind == Some(blocks::KIND)
-            && let Some(file) = self.gguf_file()
-        {
-            return stored_blocks::load_with(file, self.config.vocab_size, device);
+        if kind == Some(blocks::KIND) {
+            return self.assemble_blocks(device, &mut |_, block| Ok(block));
         }
         let kind = self.kind_or(kind)?;
         // Initial values would be overwritten: every tensor of the model is in the files, which `open` has checked and
@@ -258,6 +256,24 @@ impl Folder {
         let model = Llama::with_init(&self.config, Init::Uninitialised, (kind, device))?;
         self.load_into(&model)?;
         Ok(model)
+    }
+
+    /// [`Folder::load`] in [`blocks::KIND`], passing each block with its number to `wrap` once it is read and before the next one is, as
+    /// [`Llama::assemble`].
+    ///
+    /// # Errors
+    /// A folder that is not over a GGUF file; a type of blocks that products do not read; a device other than the CPU; those of `wrap`.
+    #[cfg_attr(not(feature = "gguf"), allow(unused_variables, reason = "no folder is over a GGUF file"))]
+    pub fn assemble_blocks(
+        &self,
+        device: Device,
+        wrap: &mut dyn FnMut(usize, Box<dyn Block>) -> Result<Box<dyn Block>>,
+    ) -> Result<Llama> {
+        #[cfg(feature = "gguf")]
+        if let Some(file) = self.gguf_file() {
+            return stored_blocks::assemble(file, self.config.vocab_size, device, wrap);
+        }
+        Err(weights::no_blocks())
     }
 
     /// Returns the location of a tensor's values, by the model's name (`layers.0.mlp.up_proj.weight`); `None` for a name that

@@ -8,7 +8,7 @@
 //! | [`TransformerDecoderLayer`] | PyTorch's post-norm layer, which takes its own input as `memory` |
 //! | [`Gpt2Like`] | the model of the training assignment |
 //! | [`Gpt2`] | GPT-2 |
-//! | [`llama`] | one decoder for Llama, Qwen2 and 3, Mistral, SmolLM3, Granite, OLMo 2, Gemma 2 to 4, Phi-3 |
+//! | [`llama`] | one decoder for Llama, Qwen2 to 3.5, gpt-oss, Mistral, SmolLM3, Granite, OLMo 2, Gemma 2 to 4, Phi-3 |
 //! | [`generation`], [`key_value_cache`] | batched text generation, sampling, the KV cache |
 //! | [`hugging_face`] | loading and saving Hugging Face's model folders |
 //! | `stored_blocks` (feature `gguf`) | models whose matrices stay in the blocks of a GGUF file |

@@ -56,6 +56,7 @@ mod gemma4_attention;
 mod per_layer_input;
 mod rotary;
 
+use half::{bf16, f16};
 use kernels::quantized::{blocks, is_quantized};
 use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
@@ -176,9 +177,15 @@ fn embedding_scale(config: &DecoderConfig, kind: Kind) -> f64 {
     rounded_root(config.hidden_size, kind) * config.embedding_multiplier
 }
 
-/// The square root of a width, rounded to a dtype.
+/// The square root of a width, rounded to a dtype. No tensor is read, which a captured step cannot.
 fn rounded_root(width: i64, kind: Kind) -> f64 {
-    Tensor::from((width as f64).sqrt()).to_kind(kind).double_value(&[])
+    let root = (width as f64).sqrt();
+    match kind {
+        Kind::Float => f64::from(root as f32),
+        Kind::BFloat16 => bf16::from_f32(root as f32).to_f64(),
+        Kind::Half => f16::from_f32(root as f32).to_f64(),
+        _ => root,
+    }
 }
 
 impl Module for Llama {
@@ -284,5 +291,20 @@ impl LanguageModel for Llama {
 
     fn max_sequence(&self) -> i64 {
         self.config.max_position_embeddings
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_root_is_rounded_as_libtorch_rounds_it() {
+        for width in (1..400).chain([1536, 2048, 2560, 3840, 5376, 8191]) {
+            for kind in [Kind::Float, Kind::BFloat16, Kind::Half, Kind::Double] {
+                let expected = Tensor::from((width as f64).sqrt()).to_kind(kind).double_value(&[]);
+                assert_eq!(rounded_root(width, kind), expected, "{width} {kind:?}");
+            }
+        }
     }
 }

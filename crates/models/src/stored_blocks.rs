@@ -15,8 +15,10 @@ use crate::hugging_face::tensor_name;
 use crate::init::Init;
 use crate::linear::is_placeholder;
 use crate::llama::{DecoderConfig, EMBEDDING, LM_HEAD, Llama};
-use crate::module::{Module, ModuleMapper, Role, map_modules};
+use crate::module::{Block, Module, ModuleMapper, Role, map_modules};
 
+/// The beginning of the names of the blocks' tensors.
+const LAYERS: &str = "layers.";
 /// Numbers that are decoded at a time.
 const PIECE: u64 = 1 << 18;
 
@@ -35,6 +37,20 @@ pub fn load(file: &ModelFile, device: Device) -> Result<Llama> {
 /// # Errors
 /// As [`load`].
 pub fn load_with(file: &ModelFile, vocabulary: i64, device: Device) -> Result<Llama> {
+    assemble(file, vocabulary, device, &mut |_, block| Ok(block))
+}
+
+/// [`load_with`], passing each block with its number to `wrap` once its tensors are read and before the next block is created, as
+/// [`Llama::assemble`]: offloading reads a model in the memory of one block.
+///
+/// # Errors
+/// As [`load`]; those of `wrap`.
+pub fn assemble(
+    file: &ModelFile,
+    vocabulary: i64,
+    device: Device,
+    wrap: &mut dyn FnMut(usize, Box<dyn Block>) -> Result<Box<dyn Block>>,
+) -> Result<Llama> {
     if device != Device::Cpu {
         let reason = format!(
             "blocks are multiplied on a CPU only, not on {device:?}; load the model in bfloat16, or in nf4"
@@ -44,8 +60,13 @@ pub fn load_with(file: &ModelFile, vocabulary: i64, device: Device) -> Result<Ll
     let mut config: DecoderConfig = serde_json::from_value(serde_json::Value::Object(file.config().clone()))
         .map_err(|cause| Error::file(file.path(), cause))?;
     config.vocab_size = config.vocab_size.max(vocabulary);
-    let mut model = Llama::with_init(&config, Init::Uninitialised, (blocks::KIND, device))?;
-    fill(&mut model, "", file)?;
+    let options = (blocks::KIND, device);
+    let mut model = Llama::assemble(&config, Init::Uninitialised, options, &mut |number, mut block| {
+        fill(&mut *block, &format!("{LAYERS}{number}"), file)?;
+        wrap(number, block)
+    })?;
+    let mut outside = Fill { prefix: String::new(), file, embedding: None, skipped: Some(LAYERS) };
+    map_modules(&mut model, &mut outside)?;
     map_modules(&mut model, &mut Rows { vocabulary: config.vocab_size, embedding: None })?;
     Ok(model)
 }
@@ -56,7 +77,7 @@ pub fn load_with(file: &ModelFile, vocabulary: i64, device: Device) -> Result<Ll
 /// As [`load`].
 pub fn fill(part: &mut (impl Module + ?Sized), prefix: &str, file: &ModelFile) -> Result<()> {
     let prefix = if prefix.is_empty() { String::new() } else { format!("{prefix}.") };
-    map_modules(part, &mut Fill { prefix, file, embedding: None })
+    map_modules(part, &mut Fill { prefix, file, embedding: None, skipped: None })
 }
 
 /// Returns the bytes of each matrix of a model in the blocks of a file, by the model's name, for a plan: see [`load_with`].
@@ -114,11 +135,16 @@ struct Fill<'a> {
     file: &'a ModelFile,
     /// The embedding, which a tied head shares.
     embedding: Option<Tensor>,
+    /// The beginning of the names of tensors that are read already.
+    skipped: Option<&'static str>,
 }
 
 impl ModuleMapper for Fill<'_> {
     fn tensor(&mut self, name: &str, tensor: &mut Tensor, _: Role) -> Result<()> {
         let name = format!("{}{name}", self.prefix);
+        if self.skipped.is_some_and(|skipped| name.starts_with(skipped)) {
+            return Ok(());
+        }
         let Some(source) = self.file.tensor(&tensor_name(&name)) else {
             return match self.embedding.as_ref().filter(|_| name == LM_HEAD) {
                 Some(embedding) => {

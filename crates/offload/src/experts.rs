@@ -59,6 +59,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kernels::quantized::blocks;
 use models::hugging_face::Folder;
 use models::init::Init;
 use models::module::{Module, ModuleMapper, map_modules};
@@ -122,8 +123,12 @@ impl ExpertConfig {
     /// dtype; otherwise they are written to others, layer by layer. The experts are frozen.
     ///
     /// # Errors
-    /// As [`Folder::load`] and [`ExpertConfig::install`].
+    /// As [`Folder::load`] and [`ExpertConfig::install`]; a model in the blocks of a GGUF file.
     pub fn open(&self, folder: &Folder, kind: Option<Kind>) -> Result<(Llama, StreamedExperts)> {
+        if kind == Some(blocks::KIND) {
+            let reason = "experts in the blocks of a GGUF file are not streamed; take bfloat16 or nf4";
+            return Err(refused("experts", reason));
+        }
         let kind = folder.kind_or(kind)?;
         let in_place = folder.kind().is_ok_and(|stored| stored == kind);
         let stored = |name: &str| folder.location(name).filter(|stored| in_place && stored.kind == kind);

@@ -1,6 +1,7 @@
 //! Offloading the layers of a model to host memory or files.
 
 use kernels::nf4::Scales;
+use kernels::quantized::blocks;
 use models::hugging_face::Folder;
 use models::init::Init;
 use models::module::{
@@ -63,7 +64,8 @@ impl Offload {
         kind: Kind,
         options: &OffloadConfig,
     ) -> Result<(Llama, Self)> {
-        Self::build(config, init, kind, options, &Values { stored: &|_| None, fill: &|_, _| Ok(()) })
+        let mut make = |wrap: &mut Wrap<'_>| Llama::assemble(config, init, (kind, options.device), wrap);
+        Self::build(config, options, &Values::default(), &mut make)
     }
 
     /// Loads a model from a folder. With [`Tier::File`] the blocks stay in the folder's own files, which are never written: a
@@ -71,19 +73,24 @@ impl Offload {
     /// the other.
     ///
     /// A model in NF4 ([`kernels::nf4`]) is quantized layer by layer, and with [`Tier::File`] written to files in the tier's folder; so is
-    /// one in another dtype than its files', and one whose layers are trained ([`OffloadConfig::train_files`]).
+    /// one in another dtype than its files', one whose layers are trained ([`OffloadConfig::train_files`]), and one in the blocks of a GGUF
+    /// file ([`blocks::KIND`]), whose matrices keep the file's bytes.
     ///
     /// # Errors
     /// As [`Folder::load`] and [`OffloadConfig::install`].
     pub fn open(folder: &Folder, kind: Option<Kind>, options: &OffloadConfig) -> Result<(Llama, Self)> {
-        let kind = folder.kind_or(kind)?;
-        let in_nf4 = Scales::of(kind).is_some();
-        let in_files = matches!(options.tier, Tier::File(_));
-        let own_files = in_nf4 || options.train_files || folder.kind()? != kind || !folder.has_locations();
         if options.source.is_some() {
             let reason = "layers are opened into the tier, before their values are read; load the model, then use OffloadConfig::install";
             return Err(refused("source", reason));
         }
+        if kind == Some(blocks::KIND) {
+            let mut make = |wrap: &mut Wrap<'_>| folder.assemble_blocks(options.device, wrap);
+            return Self::build(folder.config(), options, &Values::default(), &mut make);
+        }
+        let kind = folder.kind_or(kind)?;
+        let in_nf4 = Scales::of(kind).is_some();
+        let in_files = matches!(options.tier, Tier::File(_));
+        let own_files = in_nf4 || options.train_files || folder.kind()? != kind || !folder.has_locations();
         let stored = |name: &str| folder.location(name).filter(|_| in_files && !own_files);
         // What is written to the tier's own files must have its values.
         let fill = |name: &str, block: &dyn Block| {
@@ -93,7 +100,10 @@ impl Offload {
             })
         };
         let values = Values { stored: &stored, fill: &fill };
-        let (model, offload) = Self::build(folder.config(), Init::Uninitialised, kind, options, &values)?;
+        let mut make = |wrap: &mut Wrap<'_>| {
+            Llama::assemble(folder.config(), Init::Uninitialised, (kind, options.device), wrap)
+        };
+        let (model, offload) = Self::build(folder.config(), options, &values, &mut make)?;
         let resident: Vec<String> =
             options.resident.iter().map(|number| format!("layers.{number}.")).collect();
         folder.load_filtered(&model, &|name| {
@@ -104,17 +114,17 @@ impl Offload {
         Ok((model, offload))
     }
 
+    /// Offloads the blocks of a model that `make` creates, passing each to its argument.
     fn build(
         config: &DecoderConfig,
-        init: Init,
-        kind: Kind,
         options: &OffloadConfig,
         values: &Values<'_>,
+        make: &mut dyn FnMut(&mut Wrap<'_>) -> models::Result<Llama>,
     ) -> Result<(Llama, Self)> {
         check_blocks(options, usize::try_from(config.num_hidden_layers).unwrap_or(0))?;
         let engine = Engine::new(options.clone())?;
         let mut blocks = 0;
-        let model = Llama::assemble(config, init, (kind, options.device), &mut |number, block| {
+        let model = make(&mut |number, block| {
             blocks += 1;
             let name = format!("layers.{number}");
             if matches!(options.tier, Tier::File(_)) && !options.train_files {
@@ -217,12 +227,21 @@ impl Offload {
     }
 }
 
-/// The values of a model's blocks, while it is created.
+/// Returns the block to use instead of one, by its number.
+type Wrap<'a> = dyn FnMut(usize, Box<dyn Block>) -> models::Result<Box<dyn Block>> + 'a;
+
+/// The values of a model's blocks that do not have them yet, while it is created.
 struct Values<'a> {
     /// Where a tensor's values are in a file, by its name in the model.
     stored: &'a dyn Fn(&str) -> Option<TensorLocation>,
     /// Reads the values of a block, by its name, before it is offloaded.
     fill: &'a dyn Fn(&str, &dyn Block) -> models::Result<()>,
+}
+
+impl Default for Values<'_> {
+    fn default() -> Self {
+        Self { stored: &|_| None, fill: &|_, _| Ok(()) }
+    }
 }
 
 fn check_blocks(options: &OffloadConfig, blocks: usize) -> Result<()> {

@@ -65,8 +65,13 @@ pub enum Matrices {
     Blocks(StoredBytes),
 }
 
+/// Layers of which each is counted by itself; those of a deeper model share what they have together.
+const MOST_LAYERS: usize = 128;
+/// The share of the largest layer.
+const LARGEST: u8 = u8::MAX;
+
 /// The bytes of the matrices in a GGUF file.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct StoredBytes {
     /// Of the layer that has most.
     pub largest_layer: u64,
@@ -74,6 +79,15 @@ pub struct StoredBytes {
     pub layers: u64,
     /// Of the embedding, and of an output matrix that is not tied to it.
     pub outer: u64,
+    /// Of each layer, as a share of the largest in 255ths, rounded up.
+    shares: [u8; MOST_LAYERS],
+}
+
+impl Default for StoredBytes {
+    /// Returns a file without matrices.
+    fn default() -> Self {
+        Self { largest_layer: 0, layers: 0, outer: 0, shares: [0; MOST_LAYERS] }
+    }
 }
 
 impl StoredBytes {
@@ -91,7 +105,34 @@ impl StoredBytes {
             *place = sum(WHAT, [*place, bytes])?;
         }
         let largest_layer = layers.values().copied().max().unwrap_or(0);
-        Ok(Self { largest_layer, layers: sum(WHAT, layers.into_values())?, outer })
+        let mut shares = [LARGEST; MOST_LAYERS];
+        for (layer, bytes) in &layers {
+            let share = layer.parse().ok().and_then(|layer: usize| shares.get_mut(layer));
+            let of_largest = u128::from(*bytes) * u128::from(LARGEST);
+            if let Some(share) = share.filter(|_| largest_layer > 0) {
+                *share = u8::try_from(of_largest.div_ceil(largest_layer.into())).unwrap_or(LARGEST);
+            }
+        }
+        Ok(Self { largest_layer, layers: sum(WHAT, layers.into_values())?, outer, shares })
+    }
+
+    /// Returns the bytes by which one of `layers` layers is smaller than the largest: by 1/255 of the largest too few at most.
+    fn smaller_by(&self, layer: usize, layers: u64) -> u64 {
+        match self.shares.get(layer) {
+            Some(share) if layers <= MOST_LAYERS as u64 => {
+                let bytes =
+                    u128::from(self.largest_layer) * u128::from(LARGEST - share) / u128::from(LARGEST);
+                u64::try_from(bytes).unwrap_or(self.largest_layer)
+            }
+            // The first is the largest.
+            _ if layer == 0 => 0,
+            _ => self.smaller_layers(layers) / (layers - 1).max(1),
+        }
+    }
+
+    /// Returns the bytes by which the other layers are smaller than the largest one together.
+    fn smaller_layers(&self, layers: u64) -> u64 {
+        self.largest_layer.saturating_mul(layers).saturating_sub(self.layers)
     }
 }
 
@@ -137,12 +178,10 @@ pub(crate) fn expert_bytes(model: &Decoder, recipe: &Recipe) -> Result<Vec<u64>,
     tensors.iter().filter(|one| one.name.starts_with(&first)).map(|one| tensor_bytes(one, recipe)).collect()
 }
 
-/// Bytes by which the other layers are smaller than the largest one together.
-pub(crate) fn smaller_layers(model: &Decoder, recipe: &Recipe) -> u64 {
+/// Bytes by which a layer is smaller than what [`block_bytes`] counts.
+pub(crate) fn smaller_by(model: &Decoder, recipe: &Recipe, layer: usize) -> u64 {
     match recipe.matrices {
-        Matrices::Blocks(stored) => {
-            stored.largest_layer.saturating_mul(model.layers).saturating_sub(stored.layers)
-        }
+        Matrices::Blocks(stored) => stored.smaller_by(layer, model.layers),
         _ => 0,
     }
 }
@@ -176,7 +215,11 @@ pub fn model_bytes(model: &Decoder, recipe: &Recipe) -> Result<u64, Error> {
         let of_block = sum(WHAT, block_bytes(model, recipe, kind, false)?)?;
         blocks = sum(WHAT, [blocks, product(WHAT, &[layers, of_block])?])?;
     }
-    sum(WHAT, [outer_bytes(model, recipe)?, blocks - smaller_layers(model, recipe)])
+    let smaller = match recipe.matrices {
+        Matrices::Blocks(stored) => stored.smaller_layers(model.layers),
+        _ => 0,
+    };
+    sum(WHAT, [outer_bytes(model, recipe)?, blocks - smaller])
 }
 
 #[cfg(test)]
@@ -193,13 +236,36 @@ mod tests {
         let matrices =
             names.iter().map(|(name, bytes)| (&**name, *bytes)).chain([("embed_tokens.weight", 77)]);
         let stored = StoredBytes::new(matrices).unwrap();
-        assert_eq!(stored, StoredBytes { largest_layer: 1001, layers: 24 * 1000 + 12, outer: 77 });
+        assert_eq!((stored.largest_layer, stored.layers, stored.outer), (1001, 24 * 1000 + 12, 77));
         let recipe = Recipe::blocks(stored);
         // Norms and biases in bf16.
         let small = 24 * (2 * 896 + 896 + 2 * 128) + 896;
         assert_eq!(model_bytes(&model, &recipe).unwrap(), 24 * 1000 + 12 + 77 + 2 * small);
         assert_eq!(output_bytes(&model, &recipe).unwrap(), 77);
         assert!(recipe.check_trained().is_err());
+    }
+
+    /// A resident layer, or one in a slot, has its own bytes, not the mean of all.
+    #[test]
+    fn each_layer_of_a_file_is_counted_by_itself() {
+        let names: Vec<String> = (0..30).map(|layer| format!("layers.{layer}.mlp.up_proj.weight")).collect();
+        let bytes = |layer: usize| 1_000_000 - 37_003 * (layer as u64 % 7);
+        let stored =
+            StoredBytes::new(names.iter().enumerate().map(|(at, name)| (&**name, bytes(at)))).unwrap();
+        for layer in 0..30 {
+            let counted = stored.largest_layer - stored.smaller_by(layer, 30);
+            let excess = counted.checked_sub(bytes(layer)).expect("no byte is left out");
+            assert!(excess <= 1_000_000 / 255 + 1, "{layer}: {excess}");
+        }
+        assert_eq!(stored.smaller_by(0, 30), 0);
+        // Those of a deeper model share what they have, and the first is as large as the largest.
+        let names: Vec<String> = (0..200).map(|layer| format!("layers.{layer}.mlp.up_proj.weight")).collect();
+        let stored =
+            StoredBytes::new(names.iter().enumerate().map(|(at, name)| (&**name, bytes(at)))).unwrap();
+        let counted: u64 = (0..200).map(|layer| stored.largest_layer - stored.smaller_by(layer, 200)).sum();
+        assert_eq!(stored.smaller_by(0, 200), 0);
+        assert!((0..200).contains(&(counted - stored.layers)), "{counted} {}", stored.layers);
+        assert_eq!(StoredBytes::default().smaller_by(3, 30), 0);
     }
 
     #[test]

@@ -450,7 +450,7 @@ fn layer_flops(flops: &StepFlops, model: &Decoder, all: u128, outer_passes: u128
     (all - outer_passes * outer_flops(flops)) as f64 / model.layers as f64
 }
 
-/// Returns the layers. Of those in the blocks of a file the first is the largest, and the others share what they have together.
+/// Returns the layers, each with its own bytes where they are in the blocks of a file.
 fn in_order(
     of: &dyn Fn(AttentionKind) -> Result<Layer, Error>,
     model: &Decoder,
@@ -471,10 +471,8 @@ fn in_order(
     let of_kind = |kind| kinds.iter().filter(move |(other, _)| *other == kind).map(|(_, layer)| *layer);
     let mut layers: Vec<Layer> =
         (0..model.layers).flat_map(|layer| of_kind(model.attention_of(layer))).collect();
-    let smaller = quantized::smaller_layers(model, recipe);
-    if let Some(others) = layers.get_mut(1..).filter(|others| !others.is_empty()) {
-        let each = smaller / others.len() as u64;
-        others.iter_mut().for_each(|layer| layer.slot_bytes -= each.min(layer.slot_bytes));
+    for (number, layer) in layers.iter_mut().enumerate() {
+        layer.slot_bytes = layer.slot_bytes.saturating_sub(quantized::smaller_by(model, recipe, number));
     }
     Ok(layers)
 }

@@ -42,6 +42,48 @@ fn a_gguf_file_is_a_model() {
     assert!(loss("tuned.gguf").is_number());
 }
 
+/// The blocks of layers are moved as they are: no token and no loss changes, wherever they are.
+#[test]
+fn layers_in_blocks_are_offloaded() {
+    let tiny = Session::new();
+    let fixture = concat!(env!("CARGO_MANIFEST_DIR"), "/../../data/fixtures/gguf_merge/base.gguf");
+    std::fs::copy(fixture, tiny.path("base.gguf")).unwrap();
+    let train = "finetune --model base.gguf --dtype gguf --data problems --r 4 --batch-size 4 --accumulation 1 --steps 3 --quiet";
+    let losses = |out: &str, flags: &str| -> Vec<Value> {
+        tiny.succeed(&format!("{train} --out {out} {flags}"));
+        let log = String::from_utf8(tiny.bytes(&format!("{out}/losses.jsonl"))).unwrap();
+        let lines = log.lines().map(|line| serde_json::from_str::<Value>(line).unwrap()["loss"].clone());
+        lines.filter(Value::is_number).collect()
+    };
+    let whole = losses("run", "");
+    assert_eq!(whole.len(), 3);
+    let places = ["--offload file", "--offload host --ring 1"];
+    for (out, flags) in ["in-files", "in-host-memory"].into_iter().zip(places) {
+        assert_eq!(losses(out, flags), whole, "{flags}");
+    }
+    for model in ["--model base.gguf", "--model base.gguf --adapter run"] {
+        let generate = format!("generate {model} --dtype gguf --prompt The --max-new-tokens 12");
+        let (text, _) = tiny.succeed(&generate);
+        assert!(!text.trim().is_empty());
+        let others = ["--budget 2GiB", "--budget 2GiB --offload host", "--offload file --resident 0"];
+        for flags in places.into_iter().chain(others) {
+            let (moved, said) = tiny.succeed(&format!("{generate} {flags}"));
+            assert_eq!(moved, text, "{model} {flags}");
+            // Within a budget this machine's rates decide.
+            let resident = match flags.contains("--budget") {
+                true => " held",
+                false if flags.contains("--resident") => "; 1 of 1 layers resident",
+                false => "; 0 of 1 layers resident",
+            };
+            assert!(said.contains(" of 1 layers resident") && said.contains(resident), "{flags}: {said}");
+        }
+    }
+    let error = tiny.fail("generate --model base.gguf --dtype gguf --prompt The --offload-experts 1GiB");
+    assert!(error.contains("experts in the blocks of a GGUF file are not streamed"), "{error}");
+    let error = tiny.fail("generate --model model --dtype gguf --prompt The --offload file");
+    assert!(error.contains("give the GGUF file, or another dtype"), "{error}");
+}
+
 /// The fixture has blocks of seven types.
 #[test]
 fn a_file_is_described_by_its_architecture_types_tokenizer_and_template() {

@@ -10,6 +10,7 @@ mod event_reader;
 mod expert_adapters;
 mod export_gguf;
 mod finetune_diagnosis;
+mod gemma4;
 mod generate_budget;
 mod guide;
 mod guide_commands;

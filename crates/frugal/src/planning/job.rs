@@ -109,7 +109,6 @@ pub fn job(
         optimizer: state_of(optimizer.rule),
         documents: data.packed,
         widens: widens(operands, device),
-        tile_bytes: kernels::quantized::tile_bytes(device).unsigned_abs(),
         packs: on_cpu,
         flash_workspace: device.is_cuda(),
         mlp_tile,

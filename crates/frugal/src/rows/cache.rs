@@ -19,7 +19,7 @@ use super::encoder::RowEncoder;
 use crate::error::{Error, Result};
 
 /// Version of how rows are made. Increased when the same data and options give other rows, or other notes, than before.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 const MARK: [u8; 8] = *b"FRGLROW2";
 /// Bytes of a digest.
 const DIGEST: usize = 32;

@@ -128,7 +128,7 @@ impl RowEncoder {
                 }
                 Overlong::Split => {
                     counts.split += 1;
-                    split(&row, longest)
+                    split(&row, longest, self.options.begin)
                 }
             };
             for part in parts {

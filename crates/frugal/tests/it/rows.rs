@@ -182,6 +182,22 @@ fn bad_lines_are_named() {
     assert_eq!(setting.read(&format!("{{\"text\": \"a\"}}\n{long}\n")).unwrap().counts.skipped, 1);
 }
 
+/// With and without a begin token.
+#[test]
+fn a_divided_record_has_the_rows_of_a_text_file() {
+    for begin in [None, Some(7)] {
+        let mut setting = Setting::new();
+        (setting.options.begin, setting.options.overlong) = (begin, Overlong::Split);
+        let text = "Twelve pears, and then some. ".repeat(30);
+        let of_record = setting.read(&json!({ "text": text }).to_string()).unwrap().rows;
+        let file = setting.files("plain.txt", &text);
+        let of_file = rows::texts(&file, &setting.encoder(), None).unwrap().to_vec().unwrap();
+        assert!(of_record.len() > 3 && of_record == of_file, "{of_record:?} {of_file:?}");
+        let begins = of_record.iter().filter(|row| row.tokens[0] == 7).count();
+        assert_eq!(begins, if begin.is_some() { of_record.len() } else { 0 });
+    }
+}
+
 #[test]
 fn rows_without_a_text_are_left_out_and_counted() {
     let mut setting = Setting::new();

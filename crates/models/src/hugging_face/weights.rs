@@ -368,14 +368,19 @@ fn is_floating(kind: Kind) -> bool {
     matches!(kind, Kind::Float | Kind::BFloat16 | Kind::Half | Kind::Double)
 }
 
+/// The error of a model in [`blocks::KIND`] whose folder is not over a GGUF file.
+pub(super) fn no_blocks() -> Error {
+    let reason = "the blocks of a GGUF file, and the model is a folder of safetensors; give the GGUF file, or another dtype";
+    Error::invalid("hugging_face", reason)
+}
+
 /// Refuses dtypes that models do not have.
 pub(super) fn check_kind(kind: Kind) -> Result<()> {
     if is_floating(kind) || Scales::of(kind).is_some() {
         return Ok(());
     }
     if kind == blocks::KIND {
-        let reason = "the blocks of a GGUF file, and the model is a folder of safetensors; give the GGUF file, or another dtype";
-        return Err(Error::invalid("hugging_face", reason));
+        return Err(no_blocks());
     }
     let reason =
         format!("a model in {}; expected float32, bfloat16, float16, float64 or NF4", dtype_name(kind));
