@@ -51,7 +51,6 @@ use std::path::{Path, PathBuf};
 
 use files::atomic_write;
 use kernels::nf4::Scales;
-#[cfg(feature = "gguf")]
 use kernels::quantized::blocks;
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
@@ -192,7 +191,7 @@ impl Folder {
         self.weights.gguf.as_ref().map(gguf_weights::GgufWeights::file)
     }
 
-    /// Returns the bytes of each matrix as [`Folder::load`] keeps it in [`kernels::quantized::blocks::KIND`], by the model's name; `None` for a folder that is
+    /// Returns the bytes of each matrix as [`Folder::load`] keeps it in [`blocks::KIND`], by the model's name; `None` for a folder that is
     /// not over a GGUF file.
     ///
     /// # Errors
@@ -241,7 +240,7 @@ impl Folder {
     /// else there is gets bf16: that takes the memory of one matrix in bf16 beside the model's own. Files of bitsandbytes are read as they
     /// are; in a floating dtype they are dequantized.
     ///
-    /// In [`kernels::quantized::blocks::KIND`] the matrices of a folder over a GGUF file stay in the file's blocks (`stored_blocks`).
+    /// In [`blocks::KIND`] the matrices of a folder over a GGUF file stay in the file's blocks (`stored_blocks`).
     ///
     /// # Errors
     /// A dtype that models do not compute in; `None` for weights of several dtypes; too little memory; a device that does not

@@ -80,7 +80,7 @@
 //!
 //! - The owner adds gradients in fp32 in the order of the global micro-batches, ((g₀ + g₁) + g₂) + …, whoever computed them. A rank
 //!   without a micro-batch in the last round sends −0, which changes no number.
-//! - The gradient norm is a sum of f64 sums over blocks of [`BLOCK`] elements, each added in halves, and then in the order of the blocks.
+//! - The gradient norm is a sum of f64 sums over blocks of [`BLOCK`] elements, each added pair by pair, and then in the order of the blocks.
 //!   Shards begin at blocks. Stage 3 has other blocks than stages 1 and 2, so that clipped steps may differ from theirs in the last bit.
 //! - Each micro-batch has a random seed of its own, and losses are added in the order of micro-batches
 //!   ([`Trainer`](training::Trainer)).

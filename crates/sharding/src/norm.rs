@@ -1,8 +1,8 @@
 //! The gradient norm over all ranks.
 //!
-//! ‖g‖² = Σ over blocks of Σ over a block's elements of g², both in f64. A block's squares are added in halves: the first half of the
-//! elements onto the second, until one is left; blocks are added in order. A block's sum is one rank's, so the result depends neither on
-//! the number of ranks, nor on vector width, nor on the device.
+//! ‖g‖² = Σ over blocks of Σ over a block's elements of g², both in f64. A block has 512 rows of 8 squares: neighbours are added, row by row,
+//! until one row is left, and then its halves; blocks are added in order. A block's sum is one rank's, so the result depends neither on the
+//! number of ranks, nor on vector width, nor on the device: on a GPU each level is one operator over all blocks.
 
 use runtime::collectives::ReduceConfig;
 use tch::kind::Element;
@@ -13,6 +13,9 @@ use crate::mesh::Mesh;
 
 /// Elements of a block: shards begin at multiples of it.
 pub const BLOCK: i64 = 4096;
+
+/// Elements of a row of a block.
+const LANES: usize = 8;
 
 /// Blocks that a GPU squares at a time.
 const AT_ONCE: i64 = 1024;
@@ -45,11 +48,16 @@ fn squares_on_device(elements: i64, pieces: &[(i64, Tensor)], device: Device) ->
                 values.f_narrow(0, from - start, to - from)?.f_copy_(&part)?;
             }
         }
-        values = values.f_mul(&values)?.f_view([blocks, BLOCK])?;
-        let mut length = BLOCK;
-        while length > 1 {
-            length /= 2;
-            values = values.f_narrow(1, 0, length)?.f_add(&values.f_narrow(1, length, length)?)?;
+        values = values.f_mul(&values)?;
+        let (mut rows, lanes) = (BLOCK / LANES as i64, LANES as i64);
+        while rows > 1 {
+            rows /= 2;
+            let pairs = values.f_view([blocks, rows, 2, lanes])?;
+            values = pairs.f_select(2, 0)?.f_add(&pairs.f_select(2, 1)?)?;
+        }
+        values = values.f_view([blocks, lanes])?;
+        for half in [4, 2, 1] {
+            values = values.f_narrow(1, 0, half)?.f_add(&values.f_narrow(1, half, half)?)?;
         }
         all.push(values.f_reshape([blocks])?);
     }
@@ -61,7 +69,6 @@ fn squares<T: Element + Copy + Default + Into<f64>>(
     pieces: &[(i64, Tensor)],
 ) -> Result<Vec<f64>> {
     let mut values = vec![T::default(); BLOCK as usize];
-    let mut halves = vec![0.0; BLOCK as usize];
     let (mut squares, mut first) = (Vec::new(), 0);
     for start in (0..elements).step_by(BLOCK as usize) {
         let length = BLOCK.min(elements - start);
@@ -81,26 +88,34 @@ fn squares<T: Element + Copy + Default + Into<f64>>(
             first += usize::from(begin + piece.numel() as i64 <= start + length);
         }
         block[filled..].fill(T::default());
-        squares.push(sum_of_squares(block, &mut halves));
+        squares.push(sum_of_squares(block));
     }
     Ok(squares)
 }
 
-/// Adds the squares of a block's values in halves.
-fn sum_of_squares<T: Copy + Into<f64>>(values: &[T], squares: &mut [f64]) -> f64 {
-    for (square, value) in squares.iter_mut().zip(values) {
-        *square = (*value).into() * (*value).into();
-    }
-    squares[values.len()..].fill(0.0);
-    let mut length = squares.len();
-    while length > 1 {
-        length /= 2;
-        let (sums, others) = squares.split_at_mut(length);
-        for (sum, other) in sums.iter_mut().zip(others) {
-            *sum += *other;
+/// Adds the squares of a block's values. Of the pairs of rows that are not complete yet, the sums of each size are on a stack: a row that
+/// completes pairs is added to those before it. What is behind the values is 0, which changes no sum.
+fn sum_of_squares<T: Copy + Into<f64>>(values: &[T]) -> f64 {
+    let mut stack: Vec<[f64; LANES]> = Vec::with_capacity(10);
+    for (number, row) in values.chunks(LANES).enumerate() {
+        let mut sums = [0.0; LANES];
+        for (sum, value) in sums.iter_mut().zip(row) {
+            *sum = (*value).into() * (*value).into();
         }
+        for _ in 0..(number + 1).trailing_zeros() {
+            sums = stack.pop().map_or(sums, |before| add_rows(before, sums));
+        }
+        stack.push(sums);
     }
-    squares[0]
+    let last = stack.pop().unwrap_or_default();
+    let sums = stack.into_iter().rev().fold(last, |sums, before| add_rows(before, sums));
+    let [a, b, c, d, e, f, g, h] = sums;
+    ((a + e) + (c + g)) + ((b + f) + (d + h))
+}
+
+fn add_rows(mut a: [f64; LANES], b: [f64; LANES]) -> [f64; LANES] {
+    a.iter_mut().zip(b).for_each(|(a, b)| *a += b);
+    a
 }
 
 /// A bucket's blocks: this rank's sums of squares, the number of the first, and how many all ranks have.

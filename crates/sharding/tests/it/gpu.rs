@@ -13,10 +13,12 @@ use crate::trainings::{self, Place};
 
 /// Two ranks, which run the test `a_rank`.
 fn two(lost: &'static [usize]) -> Ranks<'static> {
-    const SETTINGS: [(&str, &str); 3] =
-        [("NCCL_NET", "Socket"), ("NCCL_SOCKET_IFNAME", "lo"), ("NCCL_P2P_DISABLE", "1")];
-    let variables_of = |rank: usize| vec![("NCCL_HOSTID", format!("rank-{rank}"))];
-    Ranks { lost, variables: &SETTINGS, variables_of, ..Ranks::new("a_rank", 2) }
+    let variables_of = |rank: usize| {
+        let settings = [("NCCL_NET", "Socket"), ("NCCL_SOCKET_IFNAME", "lo"), ("NCCL_P2P_DISABLE", "1")];
+        let settings = settings.map(|(name, value)| (name, value.to_owned()));
+        settings.into_iter().chain([("NCCL_HOSTID", format!("rank-{rank}"))]).collect()
+    };
+    Ranks { lost, variables_of, ..Ranks::new("a_rank", 2) }
 }
 
 /// Says that there is no GPU.

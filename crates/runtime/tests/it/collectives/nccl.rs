@@ -1,4 +1,4 @@
-//! Groups over NCCL: the error without a GPU, and with two of them the bits of the same operations over Gloo. The same operations over
+//! Groups over NCCL: the error without a GPU, and with one or two of them the bits of the same operations over Gloo. The same operations over
 //! what stands for NCCL on a machine without a GPU, which finds orders that differ among ranks, and waits that are missing.
 
 use std::time::Duration;
@@ -39,17 +39,25 @@ pub(super) fn missing(launch: &Launch) {
 
 #[test]
 fn ranks_over_nccl_compute_the_bits_of_ranks_over_gloo() {
-    let count = cuda_count().unwrap();
-    if count < 2 {
-        eprintln!("skipped: two ranks over NCCL need two CUDA devices, and this machine has {count}");
-        return;
+    match cuda_count().unwrap() {
+        0 => eprintln!("skipped: no CUDA device"),
+        1 => testing::ranks::Ranks { variables_of: one_gpu, ..super::ranks(2) }
+            .run(&"a GPU for each rank")
+            .clear(),
+        _ => super::ranks(2).run(&"a GPU for each rank").clear(),
     }
-    super::ranks(2).run(&"a GPU for each rank");
+}
+
+/// NCCL refuses two ranks on one GPU of one machine; with a machine's name of their own it connects them by sockets.
+fn one_gpu(rank: usize) -> Vec<(&'static str, String)> {
+    let settings = [("NCCL_NET", "Socket"), ("NCCL_SOCKET_IFNAME", "lo"), ("NCCL_P2P_DISABLE", "1")];
+    let settings = settings.map(|(name, value)| (name, value.to_owned()));
+    settings.into_iter().chain([("NCCL_HOSTID", format!("rank-{rank}"))]).collect()
 }
 
 pub(super) fn two(launch: &Launch) {
     let (store, cpus) = super::connect(launch, TIMEOUT);
-    let device = Device::Cuda(launch.local_rank);
+    let device = Device::Cuda(launch.local_rank % cuda_count().unwrap());
     let gpus = Group::new(&store, "gpus", GroupConfig { timeout: TIMEOUT, device, ..GroupConfig::default() })
         .unwrap();
     compare(&cpus, &gpus, device);
