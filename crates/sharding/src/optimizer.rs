@@ -25,7 +25,7 @@ use crate::bucket::Bucket;
 use crate::mesh::Mesh;
 use crate::norm::{self, Blocks};
 use crate::round::{Round, hooks, label};
-use crate::shards::bytes;
+use crate::shards::{Shards, bytes};
 use crate::{Result, refused};
 use part::{Part, inner_groups, parts};
 pub use settings::{ShardingConfig, Stage};
@@ -394,6 +394,7 @@ impl ShardedOptimizer {
         let rounded = self.parts.iter().filter_map(|part| Some((part.rounded.as_ref()?, &part.stepped)));
         let (targets, sources): (Vec<&Tensor>, Vec<&Tensor>) = rounded.unzip();
         runtime::ops::foreach::copy_(&targets, &sources)?;
+        self.options.shards.as_ref().map_or(Ok(()), Shards::note_change)?;
         let round = self.round.lock();
         let gathers = round.buckets.iter().enumerate().filter(|(_, bucket)| !bucket.is_layer);
         let gathers: Vec<_> = gathers

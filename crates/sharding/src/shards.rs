@@ -10,6 +10,7 @@ use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 use runtime::collectives::{Division, Group as Ranks};
+use runtime::device::{Event, Stream};
 use runtime::precision::identity;
 use tch::{Device, Tensor};
 use training::layer_source::{LayerRegion, LayerSource};
@@ -40,6 +41,8 @@ struct Inner {
     /// Loads run beside reductions, so they have a group of their own.
     gathers: Ranks,
     frozen: FrozenWeights,
+    /// On a GPU, when the shards' last change is done: layers are loaded on another stream than that which changes them.
+    changed: Mutex<Option<Event>>,
     values: Mutex<Option<Values>>,
     state: Mutex<State>,
 }
@@ -84,8 +87,8 @@ impl Shards {
     pub fn new(ranks: impl Into<Mesh>, frozen: FrozenWeights) -> Result<Self> {
         let mesh = ranks.into();
         let gathers = mesh.shard.duplicate(&format!("{}, gathers", mesh.shard.name()))?;
-        let (values, state) = (Mutex::default(), Mutex::default());
-        Ok(Self(Arc::new(Inner { mesh, gathers, frozen, values, state })))
+        let (changed, values, state) = (Mutex::default(), Mutex::default(), Mutex::default());
+        Ok(Self(Arc::new(Inner { mesh, gathers, frozen, changed, values, state })))
     }
 
     /// Reads the values of layers that have none in memory, such as those of a model's files, while they are divided: a layer is whole
@@ -109,6 +112,17 @@ impl Shards {
     /// Returns the bytes of this rank's shards.
     pub fn bytes(&self) -> u64 {
         self.0.state.lock().regions.iter().map(|region| bytes(&region.shard)).sum()
+    }
+
+    /// Notes that the current stream has changed shards.
+    pub(crate) fn note_change(&self) -> Result<()> {
+        let device = self.0.mesh.device();
+        if device != Device::Cpu {
+            let event = Event::untimed(device)?;
+            Stream::current(device)?.record(&event)?;
+            *self.0.changed.lock() = Some(event);
+        }
+        Ok(())
     }
 
     pub(crate) fn is_of(&self, mesh: &Mesh) -> bool {
@@ -199,6 +213,7 @@ impl Shards {
             let mut target = narrow(&located.shard, &in_shard)?;
             target.f_copy_(&narrow(&values.f_reshape([-1])?, &part)?)?;
         }
+        self.note_change()?;
         runtime::autograd::mark_written(tensor)?;
         Ok(true)
     }
@@ -258,6 +273,7 @@ impl LayerSource for Shards {
             Device::Cpu => values.f_detach_copy()?,
             device => values.f_to_device(device)?,
         };
+        self.note_change()?;
         let mut members = Vec::new();
         for (name, tensor, range) in &region.tensors {
             members.push(LayerTensor {
@@ -284,6 +300,9 @@ impl LayerSource for Shards {
             (*division, shard.shallow_clone(), layer.clone())
         };
         let _no_grad = tch::no_grad_guard();
+        if let Some(changed) = &*self.0.changed.lock() {
+            Stream::current(self.0.mesh.device())?.wait(changed)?;
+        }
         let target = target.f_view_dtype(shard.kind())?;
         self.0.gathers.all_gather(&target, division, &shard, &layer)?.wait()
     }
