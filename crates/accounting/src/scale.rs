@@ -21,9 +21,11 @@
 //!
 //! a step of ZeRO-3 waits for transfers, whatever the model. A training of M batch tokens does not get faster beyond M/T* ranks.
 //!
-//! **Ordered sums**, whose bits do not depend on the number of ranks, are not a ring: each rank sends every other its part, (N − 1)/N of the
-//! gradients as in a ring, but of g ranks of a node each sends (N − g)/N to other nodes. So with N ranks over nodes of g there cross
-//! g·(N − g)/(N − 1) times a ring's bytes, up to g times, and b_g counts so often in T*.
+//! **Direct messages** ([`Network::direct`]) are no ring: each rank sends every other its part, (N − 1)/N of the bytes as in a ring, but of g
+//! ranks of a node each sends (N − g)/N to other nodes. So with N ranks over nodes of g there cross g·(N − g)/(N − 1) times a ring's bytes, up
+//! to g times. Sums in the order of ranks, whose bits do not depend on the number of ranks, are direct messages, and their b_g counts so often
+//! in T*; so are this project's gathers over Gloo. Over replicas such sums pass from one to the next, and from the last to all: 2·(R − 1)·G
+//! bytes one after the other.
 //!
 //! **Failures.** With a checkpoint every τ = √(2·save·MTBF) (Young 1974; Daly 2006), the share of time in which the training advances is
 //! 1 − save/τ − (τ/2 + restart)/MTBF, and the MTBF of a run that of a GPU divided by their number.
@@ -51,12 +53,18 @@ pub struct Network {
     pub between: f64,
     /// Seconds of one step of a tree.
     pub latency: f64,
+    /// Whether each rank sends every other what it needs, instead of a ring's passing on.
+    pub direct: bool,
 }
 
 impl Network {
     /// Returns the bytes per second of a collective over `ranks`, which fill whole nodes if they do not fit one.
     pub fn rate(&self, ranks: u64) -> f64 {
-        if ranks <= self.node { self.local } else { self.local.min(self.between) }
+        if ranks <= self.node {
+            return self.local;
+        }
+        let times = if self.direct { direct_bytes_over_ring(ranks, self.node) } else { 1.0 };
+        self.local.min(self.between / times)
     }
 
     /// Returns the seconds of gathering or reducing `bytes` over `ranks`: those of the bytes and those of the latency.
@@ -210,7 +218,8 @@ pub fn step(work: &Work, division: Division, network: &Network) -> Step {
         if replicas < 2 {
             return NOTHING;
         }
-        let sent = 2.0 * bytes * (replicas - 1) as f64 / replicas as f64;
+        let passed = (replicas - 1) as f64 / if network.direct { 1.0 } else { replicas as f64 };
+        let sent = 2.0 * bytes * passed;
         [sent / network.between, 2.0 * network.latency * (replicas as f64).log2().ceil()]
     };
     let compute = layers * (work.forward + work.backward) + work.outside + work.optimizer;
@@ -251,8 +260,8 @@ pub fn critical_tokens(weight: f64, gradient: f64, flops: f64, rate: f64) -> f64
     (weight / 2.0).max((weight + gradient) / 4.0) * flops / rate
 }
 
-/// Returns how many times a ring's bytes the ordered sums of `ranks`, which fill nodes of `node` ranks, send between nodes: 1 within a node.
-pub fn ordered_bytes_over_ring(ranks: u64, node: u64) -> f64 {
+/// Returns how many times a ring's bytes the direct messages of `ranks`, which fill nodes of `node` ranks, send between nodes: 1 within a node.
+pub fn direct_bytes_over_ring(ranks: u64, node: u64) -> f64 {
     if ranks <= node {
         return 1.0;
     }

@@ -6,7 +6,7 @@ use crate::{Dtype, presets};
 const GPUS: Gpus = Gpus {
     peak: 989.5e12,
     flops: 392e12,
-    network: Network { node: 8, local: 380e9, between: 8.0 * 46e9, latency: 10e-6 },
+    network: Network { node: 8, local: 380e9, between: 8.0 * 46e9, latency: 10e-6, direct: false },
 };
 
 fn run(model: &crate::Decoder, gpus: u64, shard: u64, tokens: u64) -> Run<'_> {
@@ -28,12 +28,16 @@ fn critical_tokens_depend_on_rates_alone() {
 
 /// Four ranks on two nodes: each sends half of its gradients to the other node, so 2 of 4 quarters from two ranks, where a ring has 3.
 #[test]
-fn ordered_sums_cross_nodes_more_often_than_a_ring() {
-    assert_eq!([1, 8].map(|ranks| ordered_bytes_over_ring(ranks, 8)), [1.0; 2]);
-    assert_eq!(ordered_bytes_over_ring(4, 2), 4.0 / 3.0);
-    assert_eq!(ordered_bytes_over_ring(64, 1), 1.0);
-    let many = ordered_bytes_over_ring(100_000, 8);
+fn direct_messages_cross_nodes_more_often_than_a_ring() {
+    assert_eq!([1, 8].map(|ranks| direct_bytes_over_ring(ranks, 8)), [1.0; 2]);
+    assert_eq!(direct_bytes_over_ring(4, 2), 4.0 / 3.0);
+    assert_eq!(direct_bytes_over_ring(64, 1), 1.0);
+    let many = direct_bytes_over_ring(100_000, 8);
     assert!((7.99..8.0).contains(&many), "{many}");
+    let ring = Network { node: 2, local: 1e9, between: 3e8, latency: 0.0, direct: false };
+    let direct = Network { direct: true, ..ring };
+    assert_eq!([2, 4].map(|ranks| ring.rate(ranks)), [1e9, 3e8]);
+    assert_eq!([2, 4].map(|ranks| direct.rate(ranks).round()), [1e9, 2.25e8]);
 }
 
 /// Few tokens per GPU wait for transfers; many compute. Hybrid sharding reduces over replicas instead.
@@ -73,7 +77,7 @@ fn effective_time_falls_with_the_number_of_gpus() {
 
 #[test]
 fn stages_expose_what_they_cannot_overlap() {
-    let network = Network { node: 4, local: 1e9, between: 1e9, latency: 0.0 };
+    let network = Network { node: 4, local: 1e9, between: 1e9, latency: 0.0, direct: false };
     let work = Work {
         layers: 4,
         forward: 1.0,

@@ -6,7 +6,7 @@ use accounting::hardware;
 use accounting::memory::recipe::Recipe;
 use accounting::quantity::grouped;
 use accounting::scale::{
-    Gpus, LLAMA_3_FAILURES, Network, Parallelism, Run, critical_tokens, ordered_bytes_over_ring,
+    Gpus, LLAMA_3_FAILURES, Network, Parallelism, Run, critical_tokens, direct_bytes_over_ring,
 };
 use accounting::{Decoder, Dtype, Error, presets};
 use report::{Case, Environment, Metric, Record};
@@ -19,7 +19,7 @@ const SEQUENCE: u64 = 8192;
 /// Bytes per second that a 400 Gb/s link reaches.
 const LINK: f64 = 46e9;
 /// Bytes per second of NVLink within a node of 8 GPUs, and of its eight links to other nodes.
-const H100: Network = Network { node: 8, local: 380e9, between: 8.0 * LINK, latency: 10e-6 };
+const H100: Network = Network { node: 8, local: 380e9, between: 8.0 * LINK, latency: 10e-6, direct: false };
 /// Published tokens per second and GPU of Llama-3.1-8B with FSDP on 8 H100: eager, with torch.compile, and with fp8 products too.
 const CALIBRATION: [(&str, f64); 3] = [("eager", 5762.0), ("torch.compile", 6667.0), ("fp8", 8532.0)];
 /// The share of the forward that selective recomputation runs again: torchtitan keeps the results of every second product.
@@ -256,7 +256,7 @@ fn critical() -> Result<Figures, Error> {
         let case = Case::new().with("shows", "critical").with("network", name);
         let tokens = critical_tokens(2.0, 4.0, gpus.flops, rate);
         figures.push((case.clone(), Metric::exact("critical_tokens", "tokens", tokens)));
-        let ordered = 4.0 * ordered_bytes_over_ring(ranks, H100.node);
+        let ordered = 4.0 * direct_bytes_over_ring(ranks, H100.node);
         let tokens_of_ordered = critical_tokens(2.0, ordered, gpus.flops, rate);
         figures.push((case.clone(), Metric::exact("ordered_critical_tokens", "tokens", tokens_of_ordered)));
         let most = (f64::from(1 << 24) / tokens).floor();

@@ -53,12 +53,13 @@ impl RanksArgs {
     }
 
     fn network(&self, planned: &StepArgs) -> anyhow::Result<Network> {
-        let (local, latency) = match planned.hardware {
-            Some(gpu) => (gpu.between_gpus(), LATENCY[0]),
-            None => (planning::loopback_rate()?, LATENCY[1]),
+        // Processes on CPUs send each other what they need; between GPUs NCCL passes it on in rings.
+        let (local, latency, direct) = match planned.hardware {
+            Some(gpu) => (gpu.between_gpus(), LATENCY[0], false),
+            None => (planning::loopback_rate()?, LATENCY[1], true),
         };
         let between = self.network.map_or(local, |rate| rate as f64);
-        Ok(Network { node: self.ranks / self.nodes, local, between, latency })
+        Ok(Network { node: self.ranks / self.nodes, local, between, latency, direct })
     }
 }
 
