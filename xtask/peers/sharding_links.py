@@ -99,8 +99,8 @@ def ranks(names, on_a_machine, arguments):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", default="0,3000,1000,300")
-    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rates", default="0,1000,300")
+    parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--variant")
     parser.add_argument("--hybrid", action="store_true")

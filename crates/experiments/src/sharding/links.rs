@@ -22,10 +22,10 @@ use crate::driver::Bench;
 #[derive(clap::Args)]
 pub(crate) struct LinksArgs {
     /// Rates of the cable in Mbit/s; 0 for no limit
-    #[arg(long, value_delimiter = ',', default_value = "0,3000,1000,300")]
+    #[arg(long, value_delimiter = ',', default_value = "0,1000,300")]
     rates: Vec<u32>,
     /// Measured steps
-    #[arg(long, default_value_t = 4)]
+    #[arg(long, default_value_t = 3)]
     steps: usize,
     /// Tokens of each rank in a step
     #[arg(long, default_value_t = 512)]
