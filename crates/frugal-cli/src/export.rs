@@ -157,6 +157,11 @@ pub(crate) fn run(common: &Common, arguments: &Export) -> anyhow::Result<()> {
         print_line(&json!({ "result": result }));
     } else {
         common.note(&format!("exported to {}", arguments.out.display()));
+        if arguments.format == Format::GgufLora {
+            let out = shell_word(&arguments.out.display().to_string());
+            common
+                .note(&format!("with a GGUF file of the base model: llama-server -m BASE.gguf --lora {out}"));
+        }
     }
     Ok(())
 }
@@ -287,6 +292,14 @@ impl Export {
         let sources = || sources.iter().flatten();
         if let Some(source) = sources().find(|source| same_folder(source, &self.out)) {
             bail!("--out {} is {}, which is read; give another", self.out.display(), source.display());
+        }
+        let is_gguf_name =
+            self.out.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf"));
+        if is_gguf_name && ![Format::Gguf, Format::GgufLora].contains(&self.format) {
+            bail!(
+                "--out {} names a GGUF file, and --format {format} writes a folder; give --format gguf or gguf-lora, or another --out",
+                self.out.display()
+            );
         }
         // A folder in place of a file has an error of its own.
         let is_file = [Format::Gguf, Format::GgufLora].contains(&self.format);

@@ -297,6 +297,10 @@ pub(crate) fn run(common: &Common, arguments: &Generate) -> anyhow::Result<()> {
         line += &format!(", {} held", bytes_text(held));
     }
     common.note(&line);
+    if count == 0 {
+        common
+            .note("the model ended at once; one that was trained for conversations answers in `frugal chat`");
+    }
     match (arguments.budget, held) {
         (Some(budget), Some(held)) if held > budget.0 => bail!(
             "{} were held, more than the budget of {budget}; give a larger --budget, or a smaller --ring",

@@ -199,6 +199,9 @@ impl Hub {
             let model = if is_gguf { "the model that the GGUF file was made of" } else { "a model" };
             return Err(refuse(name_or_path, format!("it is a file; give the folder of {model}")));
         }
+        if path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gguf")) {
+            return Err(refuse(name_or_path, "there is no such file".to_owned()));
+        }
         if path.is_absolute() || name_or_path.starts_with('.') {
             let reason = "there is no such folder; if it was moved, move it back or link the name to its new place (a run takes --set model.name=PATH, too)";
             return Err(refuse(name_or_path, reason.to_owned()));

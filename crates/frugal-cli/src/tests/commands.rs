@@ -86,6 +86,10 @@ fn flags_of_another_format_and_missing_parts_of_an_export_are_refused() {
             "gguf --model @model --out @problems",
             "--out problems is a folder; give a file, such as problems/model.gguf",
         ),
+        (
+            "peft --adapter @problems --out @x.gguf",
+            "--out x.gguf names a GGUF file, and --format peft writes a folder; give --format gguf or gguf-lora, or another --out",
+        ),
         ("peft --adapter @problems --out @x --type f16", "--format peft has no --type"),
         ("gguf --model @model --out @x.gguf --dtype bf16", "--format gguf has no --dtype"),
         ("merged --model @model --adapter @problems --out @x --verify", "--format merged has no --verify"),

@@ -119,6 +119,7 @@ fn an_adapter_is_shipped_with_what_it_was_trained_with() {
         ),
         "{said}"
     );
+    assert!(said.contains("llama-server -m BASE.gguf --lora lora.gguf"), "{said}");
     // The same training again, with the run's text.
     let (out, _) = tiny.succeed("data show chat.jsonl --model run -n 1 --json");
     let row: Value = serde_json::from_str(&out).unwrap();

@@ -313,6 +313,10 @@ fn a_folder_takes_precedence_over_a_repository() {
     assert!(world.hub(false).resolve("tiny/whole", None).unwrap().starts_with(world.cache.path()));
     let error = world.hub(false).resolve("tiny/absent", None).unwrap_err();
     expect!["`tiny/absent`: no folder has that name, and on the hub: the hub has no model of this name at revision `main`, or it is private or gated (then set HF_TOKEN)"].assert_eq(&world.words(&error));
+    for name in ["no/such.gguf", "/no/such.GGUF"] {
+        let error = world.hub(false).resolve(name, None).unwrap_err().to_string();
+        assert_eq!(error, format!("`{name}`: there is no such file"));
+    }
     let error = world.hub(false).resolve("./no/such/folder", None).unwrap_err();
     expect!["`./no/such/folder`: there is no such folder; if it was moved, move it back or link the name to its new place (a run takes --set model.name=PATH, too)"].assert_eq(&world.words(&error));
 }
