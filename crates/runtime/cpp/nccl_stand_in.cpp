@@ -1,13 +1,29 @@
 // Contracts are in nccl_stand_in.h.
 #include "nccl_stand_in.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
+
+// The operations that have not begun. Their numbers count from 1.
+struct NcclStandIn::Queue {
+  std::mutex lock;
+  std::condition_variable changed;
+  std::deque<c10::intrusive_ptr<Operation>> operations;
+  uint64_t last = 0;
+  // Up to which number they are waited for.
+  uint64_t wanted = 0;
+  std::exception_ptr failure;
+  bool ends = false;
+};
 
 // What waits for it is the calling thread, as a stream would.
 class NcclStandIn::Operation : public c10d::Work {
  public:
-  Operation(int rank, std::function<void()> run) : c10d::Work(rank, c10d::OpType::UNKNOWN), run_(std::move(run)) {}
+  Operation(int rank, std::shared_ptr<Queue> queue, uint64_t number, std::function<void()> run)
+      : c10d::Work(rank, c10d::OpType::UNKNOWN), queue_(std::move(queue)), number_(number), run_(std::move(run)) {}
+
+  uint64_t number() const { return number_; }
 
   // `failure` is that of the group, if it has one.
   std::exception_ptr complete(std::exception_ptr failure) {
@@ -27,6 +43,11 @@ class NcclStandIn::Operation : public c10d::Work {
   }
 
   bool wait(std::chrono::milliseconds /*timeout*/) override {
+    {
+      const std::lock_guard<std::mutex> guard(queue_->lock);
+      queue_->wanted = std::max(queue_->wanted, number_);
+      queue_->changed.notify_all();
+    }
     std::unique_lock<std::mutex> guard(done_lock_);
     done_.wait(guard, [&] { return is_done_; });
     if (failure_) std::rethrow_exception(failure_);
@@ -34,6 +55,8 @@ class NcclStandIn::Operation : public c10d::Work {
   }
 
  private:
+  const std::shared_ptr<Queue> queue_;
+  const uint64_t number_;
   std::function<void()> run_;
   std::mutex done_lock_;
   std::condition_variable done_;
@@ -43,10 +66,8 @@ class NcclStandIn::Operation : public c10d::Work {
 
 namespace {
 
-// Long enough for the calling thread to go on, and of another length each time.
-std::chrono::microseconds delay_of_operation(uint64_t number) {
-  return std::chrono::microseconds((number * 0x9e3779b97f4a7c15ull >> 56) * 2);
-}
+// The longest that an operation waits to be waited for.
+constexpr std::chrono::milliseconds kStandInPatience(1000);
 
 // Above the tags of c10d's barrier. The size keeps messages of different sizes apart, which would end the process.
 int tag_of_message(uint64_t number, int64_t bytes) {
@@ -72,48 +93,56 @@ at::Tensor reduce_backwards(const std::vector<at::Tensor>& values, bool maximum)
 }  // namespace
 
 NcclStandIn::NcclStandIn(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size, std::chrono::milliseconds timeout)
-    : c10d::Backend(rank, size), gloo_(std::move(gloo)), timeout_(timeout), sent_(size), received_(size) {
+    : c10d::Backend(rank, size),
+      gloo_(std::move(gloo)),
+      timeout_(timeout),
+      sent_(size),
+      received_(size),
+      queue_(std::make_shared<Queue>()) {
   thread_ = std::thread([this] { work_off(); });
 }
 
 NcclStandIn::~NcclStandIn() {
   {
-    const std::lock_guard<std::mutex> guard(lock_);
-    ends_ = true;
-    changed_.notify_all();
+    const std::lock_guard<std::mutex> guard(queue_->lock);
+    queue_->ends = true;
+    queue_->changed.notify_all();
   }
   thread_.join();
 }
 
 void NcclStandIn::work_off() {
   const at::NoGradGuard no_grad;
+  Queue& queue = *queue_;
   for (;;) {
-    std::unique_lock<std::mutex> guard(lock_);
-    changed_.wait(guard, [&] { return ends_ || !queue_.empty(); });
-    if (queue_.empty()) return;
-    const auto operation = std::move(queue_.front());
-    queue_.pop_front();
-    const std::exception_ptr failure = failure_;
+    std::unique_lock<std::mutex> guard(queue.lock);
+    queue.changed.wait(guard, [&] { return queue.ends || !queue.operations.empty(); });
+    if (queue.operations.empty()) return;
+    const auto operation = std::move(queue.operations.front());
+    queue.operations.pop_front();
+    queue.changed.wait_for(guard, kStandInPatience,
+                           [&] { return queue.ends || queue.failure || queue.wanted >= operation->number(); });
+    const std::exception_ptr failure = queue.failure;
     guard.unlock();
-    if (!failure) std::this_thread::sleep_for(delay_of_operation(operations_++));
     const std::exception_ptr outcome = operation->complete(failure);
     guard.lock();
-    if (!failure_) failure_ = outcome;
+    if (!queue.failure) queue.failure = outcome;
   }
 }
 
 c10::intrusive_ptr<c10d::Work> NcclStandIn::begin(std::function<void()> run) {
-  auto operation = c10::make_intrusive<Operation>(getRank(), std::move(run));
-  const std::lock_guard<std::mutex> guard(lock_);
-  if (failure_) std::rethrow_exception(failure_);
-  queue_.push_back(operation);
-  changed_.notify_all();
+  const std::lock_guard<std::mutex> guard(queue_->lock);
+  if (queue_->failure) std::rethrow_exception(queue_->failure);
+  auto operation = c10::make_intrusive<Operation>(getRank(), queue_, ++queue_->last, std::move(run));
+  queue_->operations.push_back(operation);
+  queue_->changed.notify_all();
   return operation;
 }
 
 void NcclStandIn::abort() {
-  const std::lock_guard<std::mutex> guard(lock_);
-  if (!failure_) failure_ = std::make_exception_ptr(std::runtime_error("the group was aborted"));
+  const std::lock_guard<std::mutex> guard(queue_->lock);
+  if (!queue_->failure) queue_->failure = std::make_exception_ptr(std::runtime_error("the group was aborted"));
+  queue_->changed.notify_all();
 }
 
 void NcclStandIn::move(const Messages& messages) {

@@ -4,8 +4,8 @@
 // - Operations begin one after the other, in the order in which they are called, and only when the one before has ended.
 // - Messages are matched by their order alone, whatever their tag. Ranks that call operations in different orders wait for each other
 //   until the timeout.
-// - Sources are read and targets are written some time after the call. A target is filled with ones bits first, so that who reads it
-//   before the wait, or overwrites a source, computes other numbers.
+// - An operation begins when it or a later one is waited for, or a while after the call: sources are read and targets are written then. A
+//   target is filled with ones bits first, so that who reads it before the wait, or overwrites a source, computes other numbers.
 // - Sums are added in another order than that of ranks.
 // - After a failure, and after `abort`, every operation fails.
 #pragma once
@@ -16,6 +16,7 @@
 #include <deque>
 #include <exception>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -42,6 +43,7 @@ class NcclStandIn : public c10d::Backend {
 
  private:
   class Operation;
+  struct Queue;
   struct Message {
     int peer;
     bool received;
@@ -63,12 +65,8 @@ class NcclStandIn : public c10d::Backend {
   Messages coalesced_;
   // Of the thread that runs operations: how many messages went to and came from each rank.
   std::vector<uint64_t> sent_, received_;
-  uint64_t operations_ = 0;
 
-  std::mutex lock_;
-  std::condition_variable changed_;
-  std::deque<c10::intrusive_ptr<Operation>> queue_;
-  std::exception_ptr failure_;
-  bool ends_ = false;
+  // Operations that are left after the group still wake nobody.
+  const std::shared_ptr<Queue> queue_;
   std::thread thread_;
 };
