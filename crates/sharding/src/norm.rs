@@ -33,7 +33,7 @@ pub(crate) fn block_squares(elements: i64, pieces: &[(i64, Tensor)], device: Dev
     Ok(Tensor::f_from_slice(&squares)?)
 }
 
-/// [`block_squares`] by libtorch's operators, of which none has an order of additions of its own. Nothing waits for the device.
+/// [`block_squares`] by element-wise operators of libtorch, so that the order of additions is this function's. Nothing waits for the device.
 fn squares_on_device(elements: i64, pieces: &[(i64, Tensor)], device: Device) -> Result<Tensor> {
     let _no_grad = tch::no_grad_guard();
     let mut all = vec![Tensor::f_zeros([0], (Kind::Double, device))?];

@@ -65,7 +65,7 @@ pub enum Matrices {
     Blocks(StoredBytes),
 }
 
-/// Layers of which each is counted by itself; those of a deeper model share what they have together.
+/// The most layers that are each counted with their own bytes; those of a deeper model are counted with their mean.
 const MOST_LAYERS: usize = 128;
 /// The share of the largest layer.
 const LARGEST: u8 = u8::MAX;

@@ -243,7 +243,7 @@ fn steps() -> Result<Figures, Error> {
 /// 16 Mi tokens gives each so many.
 fn critical() -> Result<Figures, Error> {
     let gpus = calibrated("torch.compile")?;
-    // The GPUs of the table's other rows fill nodes of 8, of which there are many.
+    // The GPUs of the other rows fill many nodes of 8.
     let links = [
         ("NVLink, one node", H100.local, H100.node),
         ("8 × 400 Gb/s", 8.0 * LINK, u64::MAX),
