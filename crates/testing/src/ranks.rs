@@ -137,6 +137,14 @@ impl<'a> Ranks<'a> {
     }
 }
 
+/// Variables ([`Ranks::variables_of`]) with which ranks over NCCL share one GPU. NCCL refuses two ranks on one GPU of one machine; with a
+/// machine's name of their own they count as ranks on several, which it connects by sockets.
+pub fn on_one_gpu(rank: usize) -> Vec<(&'static str, String)> {
+    let settings = [("NCCL_NET", "Socket"), ("NCCL_SOCKET_IFNAME", "lo"), ("NCCL_P2P_DISABLE", "1")];
+    let settings = settings.map(|(name, value)| (name, value.to_owned()));
+    settings.into_iter().chain([("NCCL_HOSTID", format!("rank-{rank}"))]).collect()
+}
+
 /// Returns the lines that the rank's case printed.
 fn printed(log: &[String]) -> Vec<String> {
     let lines = log.iter().skip_while(|line| *line != BEGINS).skip(1);

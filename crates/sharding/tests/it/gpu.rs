@@ -1,11 +1,8 @@
 //! Ranks that share one GPU, over NCCL.
-//!
-//! NCCL refuses two ranks on one GPU of one machine. With a machine's name of their own they count as ranks on two machines, which it connects
-//! by sockets.
 
 use std::time::{Duration, Instant};
 
-use testing::ranks::Ranks;
+use testing::ranks::{Ranks, on_one_gpu};
 
 use crate::faulty::{Fault, Operation};
 use crate::training_case::{Case, Dtype};
@@ -13,12 +10,7 @@ use crate::trainings::{self, Place};
 
 /// Two ranks, which run the test `a_rank`.
 fn two(lost: &'static [usize]) -> Ranks<'static> {
-    let variables_of = |rank: usize| {
-        let settings = [("NCCL_NET", "Socket"), ("NCCL_SOCKET_IFNAME", "lo"), ("NCCL_P2P_DISABLE", "1")];
-        let settings = settings.map(|(name, value)| (name, value.to_owned()));
-        settings.into_iter().chain([("NCCL_HOSTID", format!("rank-{rank}"))]).collect()
-    };
-    Ranks { lost, variables_of, ..Ranks::new("a_rank", 2) }
+    Ranks { lost, variables_of: on_one_gpu, ..Ranks::new("a_rank", 2) }
 }
 
 /// Says that there is no GPU.

@@ -41,18 +41,11 @@ pub(super) fn missing(launch: &Launch) {
 fn ranks_over_nccl_compute_the_bits_of_ranks_over_gloo() {
     match cuda_count().unwrap() {
         0 => eprintln!("skipped: no CUDA device"),
-        1 => testing::ranks::Ranks { variables_of: one_gpu, ..super::ranks(2) }
+        1 => testing::ranks::Ranks { variables_of: testing::ranks::on_one_gpu, ..super::ranks(2) }
             .run(&"a GPU for each rank")
             .clear(),
         _ => super::ranks(2).run(&"a GPU for each rank").clear(),
     }
-}
-
-/// NCCL refuses two ranks on one GPU of one machine; with a machine's name of their own it connects them by sockets.
-fn one_gpu(rank: usize) -> Vec<(&'static str, String)> {
-    let settings = [("NCCL_NET", "Socket"), ("NCCL_SOCKET_IFNAME", "lo"), ("NCCL_P2P_DISABLE", "1")];
-    let settings = settings.map(|(name, value)| (name, value.to_owned()));
-    settings.into_iter().chain([("NCCL_HOSTID", format!("rank-{rank}"))]).collect()
 }
 
 pub(super) fn two(launch: &Launch) {
