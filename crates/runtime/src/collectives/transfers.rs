@@ -100,6 +100,58 @@ impl Group {
         Ok(work)
     }
 
+    /// Begins to exchange equal parts: part r of `source` goes to rank r, and part r of `target` comes from rank r. Each rank sends
+    /// `(N − 1) / N` of its tensor.
+    ///
+    /// # Errors
+    /// Tensors that are not contiguous, on the group's device, of one dtype and size; a number of elements that the ranks do not divide;
+    /// tensors that overlap; a dead group.
+    pub fn all_to_all(&self, target: &Tensor, source: &Tensor, label: &str) -> Result<Work> {
+        const NAME: &str = "all_to_all";
+        let target = self.flat(NAME, "the target", target)?;
+        let source = self.flat(NAME, "the source", source)?;
+        let (elements, size) = (source.numel(), self.size());
+        let refuse = |reason: String| Err(self.invalid(NAME, label, &reason));
+        if (target.numel(), target.kind()) != (elements, source.kind()) {
+            return refuse(format!(
+                "the target has {} elements of {:?} and the source {elements} of {:?}; expected the same",
+                target.numel(),
+                target.kind(),
+                source.kind()
+            ));
+        }
+        if !elements.is_multiple_of(size) {
+            return refuse(format!(
+                "{elements} elements; expected a multiple of {size}, a part for each rank"
+            ));
+        }
+        if overlap(&target, &source)? {
+            return refuse("the target overlaps the source".to_owned());
+        }
+        let division = Division::even(elements as i64, size);
+        let own = [part(&target, division, self.rank())?, part(&source, division, self.rank())?];
+        let operation = self.begin(NAME, label, byte_count(&own[0]) * (size as u64 - 1))?;
+        bump_version(&target)?;
+        let copy_own = || -> Result<()> {
+            let _no_grad = GradMode::off();
+            let [target, source] = &own;
+            Ok(target.shallow_clone().f_copy_(source)?)
+        };
+        // As in a gather.
+        if self.is_over_nccl() {
+            copy_own()?;
+        }
+        let parts = |whole: &Tensor| -> Result<Vec<_>> {
+            self.others().map(|rank| Ok((rank, part(whole, division, rank)?))).collect()
+        };
+        let pending = self.exchange(&operation, parts(&target)?, parts(&source)?)?;
+        let work = Work::new(self, operation, pending);
+        if !self.is_over_nccl() {
+            copy_own()?;
+        }
+        Ok(work)
+    }
+
     /// [`Group::all_gather`] of equal shards by the backend's own collective. Gloo's takes more than twice as long, and is not counted in
     /// [`Group::bytes`].
     ///

@@ -179,6 +179,8 @@ fn arguments(launch: &Launch, store: &Store, group: &Group) {
         refused(wait(group.recv(&zeros(6).view([2, 3]).transpose(0, 1), 1 - rank, "x"))),
         refused(wait(group.all_gather(&zeros(6), division, &zeros(2), "x"))),
         refused(wait(group.all_gather(&zeros(6), division, &zeros(3).to_kind(Kind::Double), "x"))),
+        refused(wait(group.all_to_all(&zeros(6), &zeros(4), "x"))),
+        refused(wait(group.all_to_all(&zeros(5), &zeros(5), "x"))),
         refused(wait(group.reduce_scatter(&zeros(6), division, &zeros(3).to_kind(Kind::Half), options, "x"))),
         refused(group.all_reduce(&zeros(3).to_kind(Kind::Bool), options, "x")),
         refused(group.broadcast(&zeros(3), 2, "x")),
@@ -192,6 +194,8 @@ fn arguments(launch: &Launch, store: &Store, group: &Group) {
             recv: the tensor of shape [3, 2] is not contiguous; expected contiguous memory on the CPU
             all_gather: the whole tensor has 6 elements and the shard of rank 0 has 2; expected 6 and 3, as 3 per rank give for 2 ranks
             all_gather: `x`: the shard is Double; expected Float, as the whole tensor
+            all_to_all: `x`: the target has 6 elements of Float and the source 4 of Float; expected the same
+            all_to_all: `x`: 5 elements; expected a multiple of 2, a part for each rank
             reduce_scatter: `x`: the shard is Half; expected Float, in which Float is reduced, or without accumulation Float
             reduce: Bool is not a dtype that is summed
             broadcast: `x`: there is no rank 2 in a group of 2

@@ -168,6 +168,10 @@ fn results(group: &Group, values: &Tensor) -> Vec<Tensor> {
     let in_place = values.copy();
     group.all_gather(&in_place, division, &mine(&in_place), "in place").unwrap().wait().unwrap();
     results.push(in_place);
+    let parts = values.narrow(0, 0, elements / group.size() as i64 * group.size() as i64);
+    let exchanged = parts.zeros_like();
+    group.all_to_all(&exchanged, &parts.copy(), "parts").unwrap().wait().unwrap();
+    results.push(exchanged);
     for accumulate in [false, true] {
         let options = ReduceConfig { accumulate, ..ReduceConfig::default() };
         group.reduce_scatter(values, division, &sum, options, "wide").unwrap().wait().unwrap();

@@ -38,6 +38,7 @@ fn operations(group: &Group) {
             reduce(group, &given);
             broadcast(group, &given);
             ring(group, &given);
+            exchange(group, elements, kind);
         }
     }
     native(group);
@@ -129,6 +130,21 @@ fn gather(group: &Group, given: &[Tensor]) {
     in_place.shallow_clone().copy_(&shard);
     drop(group.all_gather(&target, division, &in_place, "in place").unwrap());
     same(&target, whole);
+}
+
+/// Part r of each rank's tensor arrives on rank r, in the order of ranks.
+fn exchange(group: &Group, per_part: i64, kind: Kind) {
+    let ranks = group.size() as i64;
+    let given: Vec<Tensor> = (0..group.size()).map(|rank| values(rank, per_part * ranks, kind)).collect();
+    let own = per_part * group.rank() as i64;
+    let expected: Vec<Tensor> = given.iter().map(|source| source.narrow(0, own, per_part)).collect();
+    let source = &given[group.rank()];
+    let target = source.zeros_like() - 1;
+    let bytes = per_part * (ranks - 1) * width(kind);
+    counted(group, bytes, bytes, || {
+        group.all_to_all(&target, source, "parts").unwrap().wait().unwrap();
+    });
+    same(&target, &Tensor::cat(&expected, 0));
 }
 
 fn reduce(group: &Group, given: &[Tensor]) {
