@@ -66,6 +66,7 @@ pub mod presets;
 pub mod quantity;
 pub mod recompute;
 pub mod scale;
+pub mod sequence_parallel;
 pub mod sharding;
 pub mod swiglu;
 pub mod textbook;

@@ -27,6 +27,9 @@
 //! in T*; so are this project's gathers over Gloo. Over replicas such sums pass from one to the next, and from the last to all: 2·(R − 1)·G
 //! bytes one after the other.
 //!
+//! **Rows that ranks divide** ([`sequence_parallel`](crate::sequence_parallel)) are exchanged by all-to-alls, during which nothing computes. Of C
+//! ranks on nodes of g, (C − g)/(C − 1) of what each sends goes to other nodes.
+//!
 //! **Failures.** With a checkpoint every τ = √(2·save·MTBF) (Young 1974; Daly 2006), the share of time in which the training advances is
 //! 1 − save/τ − (τ/2 + restart)/MTBF, and the MTBF of a run that of a GPU divided by their number.
 //!
@@ -65,6 +68,18 @@ impl Network {
         }
         let times = if self.direct { direct_bytes_over_ring(ranks, self.node) } else { 1.0 };
         self.local.min(self.between / times)
+    }
+
+    /// Returns the seconds of an all-to-all in which each of `ranks` sends `bytes` in all: those of the bytes and those of the latency.
+    fn all_to_all(&self, bytes: f64, ranks: u64) -> [f64; 2] {
+        if ranks < 2 || bytes == 0.0 {
+            return [0.0; 2];
+        }
+        let (near, others) = (self.node.clamp(1, ranks), (ranks - 1) as f64);
+        let within = bytes * (near - 1) as f64 / others / self.local;
+        // All ranks of a node send over its links.
+        let across = near as f64 * bytes * (ranks - near) as f64 / others / self.between;
+        [within.max(across), self.latency]
     }
 
     /// Returns the seconds of gathering or reducing `bytes` over `ranks`: those of the bytes and those of the latency.
@@ -109,6 +124,9 @@ pub struct Work {
     pub outside_weights: f64,
     /// Bytes of their gradients.
     pub outside_gradients: f64,
+    /// The ranks that divide each row, the bytes that a rank sends them in one pass of a layer, and passes of a step: forward, backward, and
+    /// recomputation.
+    pub sequence: (u64, f64, u64),
 }
 
 /// Seconds of a step.
@@ -122,6 +140,8 @@ pub struct Step {
     pub reduce: f64,
     /// Seconds in which it waits for the reduction over replicas.
     pub replicas: f64,
+    /// Seconds in which it waits for parts of its rows.
+    pub exchange: f64,
     /// Seconds in which it waits for latencies.
     pub latency: f64,
 }
@@ -137,6 +157,8 @@ pub enum Bound {
     Reduce,
     /// Reducing gradients over replicas.
     Replicas,
+    /// Exchanging heads for tokens with the ranks that divide a row.
+    Exchange,
     /// Latencies of the transfers.
     Latency,
     /// Checkpoints, lost work and restarts.
@@ -151,6 +173,7 @@ impl Bound {
             Self::Gather => "gathering weights",
             Self::Reduce => "reducing gradients",
             Self::Replicas => "reducing over replicas",
+            Self::Exchange => "exchanging heads",
             Self::Latency => "latency",
             Self::Failures => "failures",
         }
@@ -165,7 +188,7 @@ impl Step {
 
     /// Returns the seconds in which the rank waits for others.
     pub fn exposed(&self) -> f64 {
-        self.gather + self.reduce + self.replicas + self.latency
+        self.gather + self.reduce + self.replicas + self.exchange + self.latency
     }
 
     /// Returns the activity that takes most of the time, if the training advances in the share `effective` of it. Where ranks wait longer
@@ -175,6 +198,7 @@ impl Step {
             (Bound::Gather, self.gather),
             (Bound::Reduce, self.reduce),
             (Bound::Replicas, self.replicas),
+            (Bound::Exchange, self.exchange),
             (Bound::Latency, self.latency),
         ];
         let advancing = effective * self.compute.max(self.exposed()) / self.seconds().max(f64::MIN_POSITIVE);
@@ -207,6 +231,9 @@ impl Step {
     }
 }
 
+/// All-to-alls of a layer's pass.
+const EXCHANGES: u64 = 4;
+
 /// Returns the seconds of a step.
 pub fn step(work: &Work, division: Division, network: &Network) -> Step {
     const NOTHING: [f64; 2] = [0.0; 2];
@@ -224,6 +251,11 @@ pub fn step(work: &Work, division: Division, network: &Network) -> Step {
     };
     let compute = layers * (work.forward + work.backward) + work.outside + work.optimizer;
     let mut step = Step { compute, ..Step::default() };
+    let (ranks, bytes, passes) = work.sequence;
+    // Queries, keys and values come one after the other, and the output.
+    let [of_bytes, latency] = network.all_to_all(bytes, ranks);
+    step.exchange = layers * passes as f64 * of_bytes;
+    step.latency = layers * (passes * EXCHANGES) as f64 * latency;
     let (gather, reduce, replica) = (over(work.weights), over(work.gradients), across(work.gradients));
     let (outside_gather, outside_reduce) = (over(work.outside_weights), over(work.outside_gradients));
     let outside_replica = across(work.outside_gradients);

@@ -208,7 +208,7 @@ impl<const COMMAND: u8> Flags<COMMAND> {
     /// # Errors
     /// Flags of offloaded layers where none is, or of ranks where there are none.
     pub(crate) fn give(&self, given: &mut Given, task: Task) -> anyhow::Result<()> {
-        for name in ["--zero-stage", "--replicas"] {
+        for name in ["--zero-stage", "--replicas", "--sequence-parallel-size"] {
             if self.has(&[name]) && Launch::from_environment()?.is_none() {
                 bail!(
                     "{name} applies to training over several ranks only; start it with `frugal launch -n RANKS -- frugal …`"

@@ -55,6 +55,7 @@ use models::init::Init;
 use models::module::{self, Block, LanguageModel, Module, ModuleMapper};
 use models::{DecoderConfig, Llama};
 use offload::{ExpertConfig, Method, Offload, StreamedExperts, Tier};
+use runtime::collectives::Group;
 use sharding::{FrozenWeights, Mesh, Reduction, Shards};
 use swiglu_ckpt::CheckpointLevel;
 use tch::{Device, Kind};
@@ -108,13 +109,23 @@ impl Recipe {
     /// Makes it the recipe of one of several ranks, among which ZeRO stage 3 divides the layers.
     ///
     /// # Errors
-    /// Errors of [`Recipe::check_ranks`]; another number of replicas than the configuration's.
+    /// Errors of [`Recipe::check_ranks`]; another number of replicas, or of ranks that divide a row, than the configuration's.
     pub fn over(mut self, ranks: impl Into<Mesh>) -> Result<Self> {
         let mesh = ranks.into();
         self.check_ranks_on(mesh.world().size(), mesh.device())?;
         if mesh.replicas() != self.config.optimizer.replicas {
             let (key, found) = ("optimizer.replicas", self.config.optimizer.replicas.to_string());
             return Err(Error::Value { key, found, expected: "the replicas of the given mesh" });
+        }
+        let (parts, given) =
+            (self.config.training.sequence_parallel_size, mesh.sequence().map_or(1, Group::size));
+        if parts != given {
+            let (key, found) = ("training.sequence_parallel_size", parts.to_string());
+            return Err(Error::Value {
+                key,
+                found,
+                expected: "the ranks that divide a row of the given mesh",
+            });
         }
         self.ranks = Some(mesh);
         Ok(self)
@@ -230,6 +241,7 @@ impl Recipe {
         init: Init,
         (kind, device): (Kind, Device),
     ) -> Result<Prepared> {
+        checks::sequence_parallel_model(&self.config, model)?;
         let trains_all = self.config.adapter.is_none() && self.config.model.freeze.is_none();
         let shards = if trains_all && self.config.mlp.level.is_none() { self.shards()? } else { None };
         let Some(shards) = shards else {

@@ -128,16 +128,25 @@ pub fn attention(
     documents: Option<&Documents>,
     options: &AttentionConfig<'_>,
 ) -> Result<Tensor> {
-    let [batch, sequence, heads, head] = check(q, k, v, documents, options)?;
-    // A window of at least the longest document has no effect.
-    let longest = documents.map_or(sequence, Documents::longest);
-    let options = AttentionConfig { window: options.window.filter(|&window| window < longest), ..*options };
+    let [batch, sequence, heads, head] = check([q, k, v], documents, options)?;
+    let options = effective(options, sequence, documents);
     // A mixed-precision policy, if there is one, decides the dtype.
     let o_bthe = precision::attend(q, k, v, &|q, k, v| attend(q, k, v, documents, &options))?;
     Ok(o_bthe.f_reshape([batch, sequence, heads * head])?)
 }
 
-fn attend(
+/// Returns the options without a window of at least the longest document, which has no effect.
+pub(crate) fn effective<'a>(
+    options: &AttentionConfig<'a>,
+    sequence: i64,
+    documents: Option<&Documents>,
+) -> AttentionConfig<'a> {
+    let longest = documents.map_or(sequence, Documents::longest);
+    AttentionConfig { window: options.window.filter(|&window| window < longest), ..*options }
+}
+
+/// [`attention`] of checked arguments with [`effective`] options: `[batch, sequence, heads, head]`.
+pub(crate) fn attend(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
@@ -149,7 +158,7 @@ fn attend(
     let (heads, kv_heads) = (of_q.size()[2], of_k.size()[2]);
     let grouped = heads != kv_heads;
     if grouped && !supports_grouped_queries(options, [q, k, v], documents.is_some())? {
-        let [k, v] = [repeat_kv(k, heads)?, repeat_kv(v, heads)?];
+        let [k, v] = [repeat_heads(k, heads)?, repeat_heads(v, heads)?];
         return attend(q, &k, &v, documents, options);
     }
     match (path, documents) {
@@ -205,8 +214,11 @@ fn supports_grouped_queries(options: &AttentionConfig<'_>, qkv: [&Tensor; 3], pa
 }
 
 /// Repeats each head of `[b, t, kv_heads, head]` for its group of queries: `[b, t, heads, head]`.
-fn repeat_kv(x: &Tensor, heads: i64) -> Result<Tensor> {
+pub(crate) fn repeat_heads(x: &Tensor, heads: i64) -> Result<Tensor> {
     let (batch, sequence, kv_heads, head) = x.size4()?;
+    if heads == kv_heads {
+        return Ok(x.shallow_clone());
+    }
     let groups = x.f_unsqueeze(3)?.f_expand([batch, sequence, kv_heads, heads / kv_heads, head], false)?;
     Ok(groups.f_reshape([batch, sequence, heads, head])?)
 }
@@ -284,10 +296,8 @@ fn low(kind: Kind) -> bool {
 }
 
 /// Returns the shape of q.
-fn check(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
+pub(crate) fn check(
+    [q, k, v]: [&Tensor; 3],
     documents: Option<&Documents>,
     options: &AttentionConfig<'_>,
 ) -> Result<[i64; 4]> {

@@ -13,7 +13,7 @@
 
 use tch::{Device, Kind, Tensor};
 
-use crate::attention::{AttentionPath, causal_attention};
+use crate::attention::{AttentionConfig, AttentionPath};
 use crate::dropout::{check_rate, dropout};
 use crate::error::{Error, Result};
 use crate::feed_forward::FeedForward;
@@ -21,6 +21,7 @@ use crate::init::Init;
 use crate::linear::{Linear, positive, project};
 use crate::module::{Block, Context, Mlp, Module, Projection, Visitor, VisitorMut};
 use crate::norm::{LayerNorm, NormKernel};
+use crate::sequence_parallel::attention_within;
 
 /// The layer, with PyTorch's names for its parameters.
 #[derive(Debug)]
@@ -136,8 +137,7 @@ impl MultiheadAttention {
 
     fn self_attention(&self, x: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let joint = project(x, &self.in_proj_weight, Some(&self.in_proj_bias))?;
-        let [q, k, v] = self.heads_of(&joint)?;
-        self.attend(&q, &k, &v, context)
+        self.attend(self.heads_of(&joint)?, context)
     }
 
     fn cross_attention(&self, x: &Tensor, memory: &Tensor, context: &Context<'_>) -> Result<Tensor> {
@@ -147,12 +147,13 @@ impl MultiheadAttention {
         let biases = self.in_proj_bias.f_split_with_sizes(biases, 0)?;
         let [q] = self.heads_of(&project(x, &weights[0], Some(&biases[0]))?)?;
         let [k, v] = self.heads_of(&project(memory, &weights[1], Some(&biases[1]))?)?;
-        self.attend(&q, &k, &v, context)
+        self.attend([q, k, v], context)
     }
 
-    fn attend(&self, q: &Tensor, k: &Tensor, v: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+    fn attend(&self, qkv: [Tensor; 3], context: &Context<'_>) -> Result<Tensor> {
         let dropout = if context.training { self.dropout } else { 0.0 };
-        self.out_proj.forward(&causal_attention(q, k, v, context.documents, self.path, dropout)?, context)
+        let options = AttentionConfig { path: self.path, dropout, ..AttentionConfig::default() };
+        self.out_proj.forward(&attention_within(context, qkv, &options)?, context)
     }
 
     /// Splits `[b, t, n·hidden]` into n views `[b, t, heads, head]`.

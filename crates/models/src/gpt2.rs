@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::activation::Activation;
-use crate::attention::{AttentionPath, causal_attention};
+use crate::attention::{AttentionConfig, AttentionPath};
 use crate::decoder_layer::split_heads;
 use crate::dropout::{check_rate, dropout};
 use crate::embedding::Embedding;
@@ -28,6 +28,7 @@ use crate::module::{
 };
 use crate::norm::LayerNorm;
 use crate::position::LearnedPositionalEmbedding;
+use crate::sequence_parallel::attention_within;
 
 /// Sizes of a [`Gpt2`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -251,7 +252,8 @@ impl Attention for SelfAttention {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
         let rate = if context.training { self.dropout } else { 0.0 };
         let [q, k, v] = split_heads(&self.c_attn.forward(x_btd, context)?, self.heads)?;
-        let attended = causal_attention(&q, &k, &v, context.documents, self.path, rate)?;
+        let options = AttentionConfig { path: self.path, dropout: rate, ..AttentionConfig::default() };
+        let attended = attention_within(context, [q, k, v], &options)?;
         self.c_proj.forward(&attended, context)
     }
 }

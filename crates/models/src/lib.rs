@@ -42,6 +42,7 @@ pub mod init;
 pub mod key_value_cache;
 pub mod llama;
 pub mod module;
+pub mod sequence_parallel;
 pub mod state_dict;
 #[cfg(feature = "gguf")]
 pub mod stored_blocks;
@@ -82,5 +83,6 @@ pub use mixture::{
 };
 pub use norm::{LayerNorm, NormKernel, RmsNorm};
 pub use position::{LearnedPositionalEmbedding, PositionalEncoding};
+pub use sequence_parallel::SequenceShard;
 pub use swiglu::{Geglu, JointSwiglu, Swiglu};
 pub use token_rows::TokenRows;

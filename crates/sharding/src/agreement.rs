@@ -1,5 +1,6 @@
 //! Checks that all ranks have the same model and settings.
 
+use runtime::collectives;
 use tch::{Device, Kind, Tensor};
 use training::optimizer::{Group, Rule};
 
@@ -10,12 +11,14 @@ use crate::shards::Shards;
 
 /// Makes sure that all ranks have the same optimizer, parameters and values.
 pub(crate) fn agree(rule: &dyn Rule, groups: &[Group], mesh: &Mesh, options: &ShardingConfig) -> Result<()> {
+    let parts = mesh.sequence().map_or(1, collectives::Group::size);
     let mut fields = vec![
         ("version".to_owned(), env!("CARGO_PKG_VERSION").to_owned()),
         ("optimizer".to_owned(), format!("{rule:?}")),
         ("options".to_owned(), format!("{:?}", ShardingConfig { order: Vec::new(), ..options.clone() })),
         ("order of parameters".to_owned(), options.order.join(" ")),
         ("replicas".to_owned(), mesh.replicas().to_string()),
+        ("ranks that divide a row".to_owned(), parts.to_string()),
         ("threads".to_owned(), tch::get_num_threads().to_string()),
     ];
     for group in groups {
@@ -34,7 +37,7 @@ pub(crate) fn agree(rule: &dyn Rule, groups: &[Group], mesh: &Mesh, options: &Sh
     fields.extend(options.shards.iter().flat_map(Shards::descriptions));
     let fields: Vec<(&str, &str)> =
         fields.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
-    Ok(mesh.control.agree(&fields)?)
+    Ok(mesh.control().agree(&fields)?)
 }
 
 /// Describes a tensor with these values: its dtype, shape and sum. Not a hash: equal bits give an equal sum, and a difference is what a

@@ -35,7 +35,7 @@ impl Divided {
         }
         let _no_grad = tch::no_grad_guard();
         // The first replica has the first ranks.
-        let ranks = &self.mesh.control;
+        let ranks = self.mesh.control();
         let rank = self.mesh.shard.rank();
         let local = self.overlap(&piece, rank).map(|part| Ok::<_, runtime::Error>((self.own(&part)?, part)));
         let local = local.transpose()?;

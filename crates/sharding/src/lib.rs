@@ -52,6 +52,12 @@
 //! # }
 //! ```
 //!
+//! # Rows that ranks divide
+//!
+//! [`Mesh::with_sequence`] lets C consecutive ranks take one micro-batch, each its part of every row
+//! ([sequence parallelism](models::sequence_parallel)), for rows whose activations one rank cannot hold. What is divided of the model stays as
+//! it is; a round is one micro-batch of each group of C ranks, and their gradients are summed in the order of ranks.
+//!
 //! # GPUs
 //!
 //! [`Mesh::over_devices`] takes two groups of the same ranks: one over CPUs, for what the host decides and for checkpoints, and one over
@@ -74,7 +80,8 @@
 //!
 //! # Bitwise identical at any number of ranks
 //!
-//! **Parameters, optimizer state, losses and gradient norms do not depend on N**, nor on the number of replicas, given the same number of
+//! **Parameters, optimizer state, losses and gradient norms do not depend on N**, nor on the number of replicas (but on among how many
+//! ranks a row is divided), given the same number of
 //! threads for each rank, the same kind of processor, and micro-batches of the same size. PyTorch's FSDP, DeepSpeed and Megatron do not
 //! promise that. Three things make it so:
 //!

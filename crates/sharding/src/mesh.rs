@@ -2,6 +2,7 @@
 
 use runtime::collectives::{Division, Group, Order, ReduceConfig, Work};
 use tch::{Device, Tensor};
+use training::Ranks;
 
 use crate::{Result, refused};
 
@@ -15,8 +16,8 @@ use crate::{Result, refused};
 /// tensors are where the parameters are ([`Mesh::over_devices`]). On CPUs one group is both.
 #[derive(Clone, Debug)]
 pub struct Mesh {
-    /// All of them, for tensors of the host.
-    pub(crate) control: Group,
+    /// All of them, for tensors of the host, and those that divide each row.
+    ranks: Ranks,
     /// All of them, for tensors where the parameters are.
     pub(crate) world: Group,
     /// The ranks of this rank's replica.
@@ -27,8 +28,8 @@ pub struct Mesh {
 
 impl From<&Group> for Mesh {
     fn from(world: &Group) -> Self {
-        let [control, shard] = [world.clone(), world.clone()];
-        Self { control, world: world.clone(), shard, replicas: None }
+        let [all, shard] = [world.clone(), world.clone()];
+        Self { ranks: all.into(), world: world.clone(), shard, replicas: None }
     }
 }
 
@@ -52,7 +53,7 @@ impl Mesh {
         let shard: Vec<usize> = (replica * size..(replica + 1) * size).collect();
         let same: Vec<usize> = (0..replicas).map(|replica| replica * size + number).collect();
         Ok(Self {
-            control: world.clone(),
+            ranks: world.clone().into(),
             world: world.clone(),
             shard: world.subgroup(&name(world, &shard), &shard)?,
             replicas: Some(world.subgroup(&name(world, &same), &same)?),
@@ -81,7 +82,44 @@ impl Mesh {
                 control.name()
             )));
         }
-        Ok(Self { control: control.clone(), ..Self::new(devices, replicas)? })
+        Ok(Self { ranks: control.clone().into(), ..Self::new(devices, replicas)? })
+    }
+
+    /// Divides each row among `ranks` consecutive ranks ([sequence parallelism](models::sequence_parallel)), which take one micro-batch.
+    /// What is divided of the parameters stays as it is. All ranks call it, once for a mesh.
+    ///
+    /// # Errors
+    /// A number that does not divide the ranks; ranks that do not come.
+    pub fn with_sequence(self, ranks: usize) -> Result<Self> {
+        let world = &self.world;
+        if ranks == 0 || !world.size().is_multiple_of(ranks) {
+            return Err(refused(format!(
+                "rows are divided among {ranks} of {} ranks; expected a number that divides the number of ranks",
+                world.size()
+            )));
+        }
+        if ranks == 1 {
+            return Ok(self);
+        }
+        let first = world.rank() / ranks * ranks;
+        let members: Vec<usize> = (first..first + ranks).collect();
+        let sequence = world.subgroup(&format!("rows of {}", name(world, &members)), &members)?;
+        let ranks = Ranks::with_sequence(self.control().clone(), sequence)?;
+        Ok(Self { ranks, ..self })
+    }
+
+    /// Returns the ranks that divide each row, this one's among them; `None` if each takes whole rows.
+    pub fn sequence(&self) -> Option<&Group> {
+        self.ranks.sequence()
+    }
+
+    pub(crate) fn ranks(&self) -> &Ranks {
+        &self.ranks
+    }
+
+    /// All ranks, for what the host decides.
+    pub(crate) fn control(&self) -> &Group {
+        self.ranks.all()
     }
 
     /// Returns the group of all ranks whose tensors are where the parameters are.

@@ -12,9 +12,10 @@ use std::sync::Arc;
 
 use parking_lot::Mutex;
 use runtime::autograd::GradientHook;
-use runtime::collectives::{Group as Ranks, ReduceConfig, ReduceOp};
+use runtime::collectives::{ReduceConfig, ReduceOp};
 use runtime::precision::identity;
 use tch::{Kind, Tensor};
+use training::Ranks;
 use training::checkpoint::LazyTensor;
 use training::clip::{self, Findings, NonFinite};
 use training::optimizer::{DeviceOptimizer, Group, Optimizer, Rule, StepDecision, StepSettings, ZeroGrad};
@@ -177,7 +178,7 @@ impl ShardedOptimizer {
         flags.iter_mut().take(usize::from(non_finite)).for_each(|first| *first = NON_FINITE);
         let all = Tensor::f_from_slice(&flags)?;
         let options = ReduceConfig { op: ReduceOp::Max, ..ReduceConfig::default() };
-        self.mesh.control.all_reduce(&all, options, "parameters with a gradient")?;
+        self.mesh.control().all_reduce(&all, options, "parameters with a gradient")?;
         let all = Vec::<i64>::try_from(all)?;
         Ok((all.iter().map(|seen| *seen != 0).collect(), all.contains(&NON_FINITE)))
     }
@@ -217,7 +218,7 @@ impl ShardedOptimizer {
 
 impl Optimizer for ShardedOptimizer {
     fn ranks(&self) -> Option<Ranks> {
-        Some(self.mesh.control.clone())
+        Some(self.mesh.ranks().clone())
     }
 
     fn check(&self, scaler: &mut dyn GradScaler) -> Result<()> {

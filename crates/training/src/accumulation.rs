@@ -12,11 +12,13 @@
 use dataloading::{Batch, Counts, Packing};
 use models::module::{Context, Input, LanguageModel};
 use models::{Documents, RouterBalance, module::LossOutput};
+use runtime::collectives::Group;
 use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use crate::batches::Batches;
 use crate::error::Result;
+use crate::ranks::BatchPart;
 
 /// The micro-batches of one step.
 #[derive(Debug)]
@@ -171,18 +173,29 @@ pub fn forward_with_balance(
     (training, accuracy): (bool, bool),
     balance: Option<&RouterBalance>,
 ) -> Result<LossOutput> {
-    let documents = documents(batch)?;
+    forward_over(model, batch, (training, accuracy), (balance, None))
+}
+
+/// [`forward_with_balance`] of this rank's part of each row, if the ranks of `sequence` divide them.
+pub(crate) fn forward_over(
+    model: &(impl LanguageModel + ?Sized),
+    batch: &Batch,
+    (training, accuracy): (bool, bool),
+    (balance, sequence): (Option<&RouterBalance>, Option<&Group>),
+) -> Result<LossOutput> {
+    let part = sequence.map_or_else(|| BatchPart::whole(batch), |ranks| BatchPart::of(batch, ranks))?;
     let input = Input {
-        tokens: &batch.tokens,
-        positions: batch.packing.as_ref().map(|packing| &packing.positions),
+        tokens: &part.tokens,
+        positions: part.positions.as_ref(),
         context: Context {
-            documents: documents.as_ref(),
+            documents: part.documents.as_ref(),
             training,
             accuracy,
-            labelled_tokens: labelled_bound(batch.counts.targets, batch.tokens.numel()),
+            labelled_tokens: labelled_bound(batch.counts.targets, part.tokens.numel()),
             balance,
+            sequence: part.shard.as_ref(),
             ..Context::default()
         },
     };
-    Ok(model.loss(&input, &batch.labels)?)
+    Ok(model.loss(&input, &part.labels)?)
 }

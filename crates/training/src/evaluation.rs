@@ -3,15 +3,15 @@
 use std::time::Instant;
 
 use models::module::LanguageModel;
-use runtime::collectives::{Group, ReduceConfig};
+use runtime::collectives::ReduceConfig;
 use serde::Serialize;
 use tch::{Device, Kind, Tensor};
 
-use crate::accumulation::forward;
+use crate::accumulation::forward_over;
 use crate::batches::Batches;
 use crate::error::{Error, Result};
 use crate::loss::perplexity;
-use crate::trainer::ranks::idles;
+use crate::ranks::Ranks;
 
 /// The result of an evaluation.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize)]
@@ -43,8 +43,8 @@ pub fn evaluate(
     evaluate_over(model, batches, step, None, false)
 }
 
-/// [`evaluate`] with the batches divided among ranks: rank r of N computes those whose number mod N is r. The result is the same
-/// on every rank, and does not depend on N. If passes communicate ([`Optimizer::passes_communicate`](crate::Optimizer)), ranks run
+/// [`evaluate`] with the batches divided among ranks, which take [turns](crate::ranks). The result is the same
+/// on every rank, and does not depend on the number of turns. If passes communicate ([`Optimizer::passes_communicate`](crate::Optimizer)), ranks run
 /// `together`: one without a batch in the last round runs another's, and does not count it.
 ///
 /// # Errors
@@ -53,21 +53,22 @@ pub fn evaluate_over(
     model: &(impl LanguageModel + ?Sized),
     batches: &mut (impl Batches + ?Sized),
     step: u64,
-    ranks: Option<&Group>,
+    ranks: Option<&Ranks>,
     together: bool,
 ) -> Result<Evaluation> {
     let _range = runtime::profile::range("evaluation");
     let _no_grad = tch::no_grad_guard();
     let (start, mut targets) = (Instant::now(), 0);
     let (mut sums, mut others) = (Vec::new(), None);
+    let sequence = ranks.and_then(Ranks::sequence);
     while let Some(batch) = batches.next()? {
         targets += batch.counts.targets as u64;
-        if ranks.is_some_and(|group| sums.len() % group.size() != group.rank()) {
+        if ranks.is_some_and(|ranks| !ranks.takes(sums.len())) {
             sums.push(Tensor::f_zeros([2], (Kind::Double, batch.tokens.device()))?);
             others = Some(batch);
             continue;
         }
-        let output = forward(model, &batch, false, true)?;
+        let output = forward_over(model, &batch, (false, true), (None, sequence))?;
         let correct = output.correct.ok_or_else(|| {
             Error::config("evaluation", "the model's loss head does not count correct predictions")
         })?;
@@ -76,19 +77,19 @@ pub fn evaluate_over(
             0,
         )?);
     }
-    if let (Some(group), Some(batch), true) = (ranks, others, together)
-        && idles(group, sums.len() - 1)
+    if let (Some(ranks), Some(batch), true) = (ranks, others, together)
+        && ranks.idles(sums.len() - 1)
     {
-        forward(model, &batch, false, true)?;
+        forward_over(model, &batch, (false, true), (None, sequence))?;
     }
     if targets == 0 {
         let reason = "the data has no token to predict; give documents of at least two tokens";
         return Err(Error::config("evaluation", reason));
     }
     let sums = Tensor::f_stack(&sums, 0)?.f_to_device(Device::Cpu)?.f_contiguous()?;
-    if let Some(group) = ranks {
-        // Zeros on all ranks but one: exact.
-        group.all_reduce(&sums, ReduceConfig::default(), "evaluation")?;
+    if let Some(ranks) = ranks {
+        // Zeros on all ranks but those that divide a row: exact where each takes whole rows.
+        ranks.all().all_reduce(&sums, ReduceConfig::default(), "evaluation")?;
     }
     // One after the other, in the order of the batches.
     let values = runtime::ops::read(&sums.f_reshape([-1])?)?;

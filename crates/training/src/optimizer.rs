@@ -54,7 +54,6 @@ mod unscale_and_clip;
 use std::fmt::Debug;
 
 use models::tensors_file::LazyTensor;
-use runtime::collectives;
 use tch::{Kind, Tensor};
 
 pub use adagrad::AdaGrad;
@@ -71,6 +70,7 @@ pub use state::{WeightVersion, follow_weight};
 
 use crate::clip::{Findings, NonFinite};
 use crate::error::Result;
+use crate::ranks::Ranks;
 use crate::scaler::GradScaler;
 
 /// Updates parameters from their gradients. The calls of a step are, in this order:
@@ -147,7 +147,7 @@ pub trait Optimizer: Debug + Send {
 
     /// The data-parallel ranks that share the parameters; `None` for one process alone. All ranks make the same calls in the
     /// same order.
-    fn ranks(&self) -> Option<collectives::Group> {
+    fn ranks(&self) -> Option<Ranks> {
         None
     }
 

@@ -2,13 +2,16 @@
 
 use dataloading::Counts;
 use models::module::trainable;
+use runtime::collectives::ReduceConfig;
 use runtime::profile::{Counter, Flops};
 use runtime::random::RandomState;
+use tch::Tensor;
 
-use crate::accumulation::{fetch, forward};
+use crate::accumulation::{fetch, forward_over};
 use crate::batches::Batches;
 use crate::error::Result;
 use crate::optimizer::{StepSettings, ZeroGrad};
+use crate::ranks::Ranks;
 use crate::trainer::Trainer;
 
 /// The analysis of a pass over the next batch.
@@ -58,14 +61,16 @@ impl StepProbe {
         let micro_batches = micro.batches.len() as u64 + 1;
         trainer.optimizer.begin(StepSettings { micro_batches, ..StepSettings::default() })?;
         let _precision = trainer.enter_precision();
+        let ranks = trainer.optimizer.ranks();
+        let sequence = ranks.as_ref().and_then(Ranks::sequence);
         let counter = Counter::on_this_thread()?;
         for batch in &micro.batches {
-            let output = forward(trainer.model.as_ref(), batch, true, false)?;
+            let output = forward_over(trainer.model.as_ref(), batch, (true, false), (None, sequence))?;
             runtime::autograd::backward(&[&output.sum])?;
-            // Every rank computes all of them: a round of one micro-batch of each.
+            // Every rank computes all of them, or its part of each: a round of one micro-batch of each.
             trainer.optimizer.reduce()?;
         }
-        let flops = counter.finish()?.total.flops;
+        let flops = of_all_parts(counter.finish()?.total.flops, ranks.as_ref())?;
         let (mut without_gradient, mut elements_without_gradient) = (Vec::new(), 0);
         for (name, tensor) in trainable(trainer.model.as_ref()) {
             if !trainer.optimizer.has_gradient(tensor)? {
@@ -81,4 +86,15 @@ impl StepProbe {
     pub fn flops_per_position(&self) -> f64 {
         self.flops.dense as f64 / (self.counts.tokens + self.counts.padding).max(1) as f64
     }
+}
+
+/// Returns the work of whole rows, of which `own` is this rank's part.
+fn of_all_parts(own: Flops, ranks: Option<&Ranks>) -> Result<Flops> {
+    let Some(ranks) = ranks.filter(|ranks| ranks.sequence().is_some()) else { return Ok(own) };
+    let sums = Tensor::f_from_slice(&[own.dense.cast_signed(), own.causal.cast_signed()])?;
+    ranks.all().all_reduce(&sums, ReduceConfig::default(), "work")?;
+    // Each group of ranks has computed the same rows.
+    let sums = Vec::<i64>::try_from(&sums)?;
+    let [dense, causal] = [sums[0], sums[1]].map(|sum| sum.cast_unsigned() / ranks.turns() as u64);
+    Ok(Flops { dense, causal })
 }

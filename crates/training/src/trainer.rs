@@ -36,7 +36,7 @@ use runtime::profile::range;
 use runtime::random::{RandomState, StepSeeds, begin_step_part};
 use tch::{Device, Kind, Tensor};
 
-use crate::accumulation::{MicroBatches, balance_of, fetch, forward_with_balance};
+use crate::accumulation::{MicroBatches, balance_of, fetch, forward_over};
 use crate::batches::Batches;
 use crate::checkpoint::Checkpoints;
 use crate::divergence::DivergenceMonitor;
@@ -53,7 +53,7 @@ use figures::Pending;
 use frozen::Fingerprint;
 pub use frozen::Frozen;
 pub use options::{Capture, FailedCheckpoint, TrainerConfig};
-use ranks::Owner;
+use ranks::{Owner, Share};
 pub use replan::{CheaperPlan, CheaperPlans};
 use retry::Attempts;
 pub use retry::Overflow;
@@ -432,12 +432,15 @@ impl Trainer {
                 self.reduce(share.as_ref(), number, micro, timings)?;
                 continue;
             }
-            begin_step_part(number as u64);
+            if share.is_none() {
+                begin_step_part(number as u64);
+            }
             self.optimizer.set_idle(owner == Owner::Idle);
             let model = self.model.as_ref();
             let balance = (coefficient > 0.0).then(|| balance_of(batch)).transpose()?;
             let output = timed("forward", &mut timings.forward, || {
-                forward_with_balance(model, batch, (true, accuracy), balance.as_ref())
+                let sequence = share.as_ref().and_then(Share::sequence);
+                forward_over(model, batch, (true, accuracy), (balance.as_ref(), sequence))
             })?;
             let aux = timed("backward", &mut timings.backward, || {
                 let mut mean = output.sum.f_div(&denominator.f_to_kind(output.sum.kind())?)?;

@@ -50,9 +50,9 @@ pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<S
             slot_bytes: block(kind, choices.experts.is_some())?,
             forward_seconds: choices
                 .seconds(
-                    layer_flops(&flops, model, flops.forward.causal, 1),
+                    choices.share(layer_flops(&flops, model, flops.forward.causal, 1)),
                     1.0,
-                    read_bytes(model, work.tokens()?, all_bytes)?,
+                    read_bytes(model, choices.part(work).tokens()?, all_bytes)?,
                 )
                 .max(reading),
             ..Layer::default()
@@ -70,7 +70,11 @@ pub fn inference(model: &Decoder, work: Workload, choices: &Choices) -> Result<S
         layers: in_order(&layer, model, &choices.recipe)?,
         fixed: Fixed {
             weight_bytes,
-            seconds: choices.seconds(outer_flops(&flops) as f64, 1.0, output_bytes(model, choices)?),
+            seconds: choices.seconds(
+                choices.share(outer_flops(&flops) as f64),
+                1.0,
+                output_bytes(model, choices)?,
+            ),
             ..Fixed::default()
         },
         working,
@@ -153,7 +157,7 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
     let layer = |kind: AttentionKind| -> Result<Layer, Error> {
         let tensors = block(model, kind)?;
         let weights = region(&tensors, recipe.parameters)?;
-        let read = read_bytes(model, work.tokens()?, weights)?;
+        let read = read_bytes(model, choices.part(work).tokens()?, weights)?;
         Ok(Layer {
             slot_bytes: weights,
             trainable_bytes: weights,
@@ -162,11 +166,15 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
             state_bytes: states(tensors)?,
             reducing_bytes: 0,
             forward_seconds: choices.training_seconds(
-                layer_flops(&flops, model, flops.forward.causal, 1),
+                choices.share(layer_flops(&flops, model, flops.forward.causal, 1)),
                 1.0,
                 read,
             ),
-            backward_seconds: choices.training_seconds(layer_flops(&flops, model, backward, 2), 3.0, read),
+            backward_seconds: choices.training_seconds(
+                choices.share(layer_flops(&flops, model, backward, 2)),
+                3.0,
+                read,
+            ),
             kept: None,
         })
     };
@@ -182,7 +190,7 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
         reducing_bytes: 0,
         trainable: outer,
         seconds: choices.training_seconds(
-            3.0 * outer_flops(&flops) as f64,
+            choices.share(3.0 * outer_flops(&flops) as f64),
             3.0,
             output_bytes(model, choices)?,
         ),
@@ -220,7 +228,7 @@ pub fn adapters(
     let layer = |kind: AttentionKind| -> Result<Layer, Error> {
         let tensors = lora.tensors(model, kind)?;
         let learning = region(&tensors, LowRank::WIDE)?;
-        let read = read_bytes(model, work.tokens()?, block(kind, false)?)?;
+        let read = read_bytes(model, choices.part(work).tokens()?, block(kind, false)?)?;
         let state = choices.optimizer.state_bytes_of(tensors.iter().map(|&one| (1, one)), LowRank::WIDE)?;
         Ok(Layer {
             slot_bytes: sum("bytes of a layer", [block(kind, choices.experts.is_some())?, learning])?,
@@ -230,10 +238,14 @@ pub fn adapters(
             reducing_bytes: 0,
             trainable: sum("parameters of a layer's adapters", tensors)?,
             forward_seconds: choices
-                .training_seconds(layer_flops(&flops, model, flops.forward.causal, 1), 1.0, read)
+                .training_seconds(
+                    choices.share(layer_flops(&flops, model, flops.forward.causal, 1)),
+                    1.0,
+                    read,
+                )
                 .max(reading),
             backward_seconds: choices
-                .training_seconds(layer_flops(&flops, model, backward, 1), 2.0, read)
+                .training_seconds(choices.share(layer_flops(&flops, model, backward, 1)), 2.0, read)
                 .max(reading),
             kept: None,
         })
@@ -244,7 +256,8 @@ pub fn adapters(
     let row_bytes = LowRank::WIDE.bytes(rows)?;
     if lora.token_rows.in_embedding > 0 {
         // The gradient of the looked-up rows, without those of other tokens, and in the dtype of the trained rows.
-        let wide = LowRank::WIDE.bytes(product("numbers of an input", &[work.tokens()?, model.hidden])?)?;
+        let wide = LowRank::WIDE
+            .bytes(product("numbers of an input", &[choices.part(work).tokens()?, model.hidden])?)?;
         working.embedding_bytes = sum("bytes of the embedding's backward", [2 * working.input_bytes, wide])?;
     }
     let fixed = Fixed {
@@ -261,7 +274,7 @@ pub fn adapters(
         trainable: rows,
         // The frozen output matrix has no gradient.
         seconds: choices.training_seconds(
-            2.0 * outer_flops(&flops) as f64,
+            choices.share(2.0 * outer_flops(&flops) as f64),
             2.0,
             output_bytes(model, choices)?,
         ),
@@ -345,6 +358,9 @@ fn head_options(work: Workload, labelled: Option<u64>, choices: &Choices, traine
     // On a CPU the head computes in the dtype of its weight, and the norm before it keeps its input.
     let (recipe, norm) =
         if recipe.casts { (const { &Recipe::FP32 }, NormKernel::Fused) } else { (recipe, *norm) };
+    let work = choices.part(work);
+    // The labels of a row may all be in one part.
+    let labelled = labelled.map(|labelled| labelled.min(work.tokens().unwrap_or(u64::MAX)));
     HeadOptions { work, labelled, recipe, norm, loss: *loss, trained, on_cpu: false }
 }
 
@@ -369,7 +385,7 @@ fn blocks_of(
     choices: &Choices,
     trained: Trained<'_>,
 ) -> Result<Vec<(AttentionKind, Block)>, Error> {
-    let mut blocks = Vec::new();
+    let (mut blocks, work) = (Vec::new(), choices.part(work));
     for (kind, _) in model.attention_kinds() {
         let options = BlockOptions {
             tokens: work.tokens()?,
@@ -380,6 +396,7 @@ fn blocks_of(
             trained,
             gradients: true,
             documents: choices.documents,
+            sequence_ranks: choices.sequence_ranks,
             widens: choices.widens,
             tile_bytes: choices.tile_bytes,
             flash_workspace: choices.flash_workspace,
@@ -437,7 +454,7 @@ fn output_bytes(model: &Decoder, choices: &Choices) -> Result<u64, Error> {
 
 fn input_bytes(model: &Decoder, work: Workload, choices: &Choices) -> Result<u64, Error> {
     let bytes = choices.recipe.residual.storage_bits() / 8;
-    product("bytes of a layer's input", &[work.tokens()?, model.hidden, bytes])
+    product("bytes of a layer's input", &[choices.part(work).tokens()?, model.hidden, bytes])
 }
 
 fn outer_flops(flops: &StepFlops) -> u128 {

@@ -37,6 +37,7 @@ mod delta_rule;
 mod expert_terms;
 mod experts;
 mod forward;
+mod head_exchange;
 mod joint;
 mod kept;
 mod peaks;
@@ -54,6 +55,7 @@ use crate::{Error, exact};
 
 use delta_net::DeltaNet;
 use experts::{ExpertOptions, Experts};
+use head_exchange::HeadExchange;
 use shared_expert::SharedExpert;
 use tiled_mlp::{TiledMlp, TiledMlpOptions};
 
@@ -97,6 +99,8 @@ pub(crate) struct BlockOptions<'a> {
     pub(crate) gradients: bool,
     /// Whether rows are packed: attention runs document by document, and its results are concatenated.
     pub(crate) documents: bool,
+    /// Ranks that divide each row; `tokens` are those of one rank's part then.
+    pub(crate) sequence_ranks: u64,
     /// Whether products of weights in NF4 with 16-bit operands are computed in fp32.
     pub(crate) widens: bool,
     /// Largest number of bytes of a dequantized tile.
@@ -264,6 +268,8 @@ pub(crate) struct Block {
     /// `[n, f]`
     wide: u64,
     log_sum_exp: u64,
+    /// The exchange of heads for tokens with the ranks that divide each row.
+    exchange: Option<HeadExchange>,
     /// Workspace of attention's backward.
     flash_workspace: u64,
     /// A number for each token.
@@ -291,6 +297,13 @@ impl Block {
         let BlockOptions { tokens, recipe, norm, trained, gradients, documents, widens, mlp_tile, .. } =
             *options;
         let (everything, lora) = (matches!(trained, Trained::Everything), trained.adapters());
+        let exchange = HeadExchange::new(model, options)?;
+        if recipe.casts && exchange.is_some() {
+            return Err(Error::Shape {
+                what: "mixed precision of rows that ranks divide is not modelled".into(),
+                remedy: "take bfloat16, or give each rank whole rows".into(),
+            });
+        }
         if recipe.casts && model.family.facts().has_attention_gate {
             return Err(Error::Shape {
                 what: "gated attention in mixed precision is not modelled".into(),
@@ -389,6 +402,7 @@ impl Block {
                 c,
             )?,
             log_sum_exp: activation(model.heads, 4)?,
+            exchange,
             flash_workspace: match options.flash_workspace && c < 4 {
                 true => {
                     // dQ and a number for each row and head in fp32; with shared keys, dK and dV of every head.

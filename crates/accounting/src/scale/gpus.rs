@@ -101,6 +101,7 @@ impl Run<'_> {
         let bytes = |dtype: Dtype| dtype.storage_bits() as f64 / 8.0;
         let (weights, gradients) = (bytes(self.weights), bytes(self.gradients));
         Ok(Work {
+            sequence: (1, 0.0, 0),
             layers: self.model.layers,
             forward,
             backward: (2.0 + self.recomputed) * forward,

@@ -298,6 +298,8 @@ static TABLE: [&[Flag]; 26] = [
             "ZeRO stage of a training over several ranks (`frugal launch`): 1 shards the optimizer state, 2 also the gradients, 3 also the layers' weights [default: 1]";
         "optimizer.replicas", "--replicas" => whole("REPLICAS"),
             "Replicas among which the ranks are divided (hybrid sharding): the ranks of each shard weights, gradients and optimizer state among them, and layers are gathered within a replica [default: 1]";
+        "training.sequence_parallel_size", "--sequence-parallel-size" | "--sp-size" => whole("RANKS"),
+            "Ranks that divide each row of tokens among them, for rows that are too long for one; it divides the attention heads [default: 1]";
     },
     flags! { OPTIMIZER, TRAININGS | PLAN;
         "precision.compute", "--precision" => choice::<Compute>("PRECISION"),

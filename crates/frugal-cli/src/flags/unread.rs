@@ -84,7 +84,12 @@ pub(crate) fn refuse(common: &Common, config: &Config) -> anyhow::Result<()> {
             readers: "it is read for data of documents; synthetic data has none",
         },
         Readers {
-            keys: &["optimizer.zero_stage", "optimizer.replicas", "optimizer.reduction"],
+            keys: &[
+                "optimizer.zero_stage",
+                "optimizer.replicas",
+                "optimizer.reduction",
+                "training.sequence_parallel_size",
+            ],
             are_read: ranks.is_some(),
             readers: "it is read in a training over several ranks: `frugal launch -n RANKS -- frugal …`",
         },

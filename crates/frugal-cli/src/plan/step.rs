@@ -413,7 +413,12 @@ impl StepArgs {
         })
     }
 
-    fn costs(&self, planned: &PlannedStep, machine: &MachineRates) -> anyhow::Result<StepCosts> {
+    fn costs(
+        &self,
+        planned: &PlannedStep,
+        machine: &MachineRates,
+        sequence_ranks: u64,
+    ) -> anyhow::Result<StepCosts> {
         let &PlannedStep { ref model, ref config, ref lora, work, format, .. } = planned;
         let kind = format.kind;
         let vocabulary = i64::try_from(model.vocabulary).unwrap_or(i64::MAX);
@@ -422,7 +427,7 @@ impl StepArgs {
             None => planning::loss_chunk(vocabulary, kind, planned.device),
         };
         let choices = planning::choices((kind, planned.device), machine, loss_tokens);
-        let choices = Choices { recipe: self.recipe(planned), ..choices };
+        let choices = Choices { recipe: self.recipe(planned), sequence_ranks, ..choices };
         Ok(match lora {
             Some(lora) => sizes::adapters(model, lora, work, None, &choices)?,
             None if self.is_inference() => sizes::inference(model, work, &choices)?,

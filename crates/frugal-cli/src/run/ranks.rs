@@ -100,6 +100,7 @@ fn join(common: &Common, config: &Config) -> anyhow::Result<Common> {
             Mesh::over_devices(&group, &group.reconnect("devices", options)?, config.optimizer.replicas)?
         }
     };
+    let mesh = mesh.with_sequence(config.training.sequence_parallel_size)?;
     let ranks = Ranks { preparation, group, mesh, launch };
     let quiet = Common { quiet: true, json: false, records: None, ..common.clone() };
     let own = if ranks.is_first() { common.clone() } else { quiet };

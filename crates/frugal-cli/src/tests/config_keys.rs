@@ -16,7 +16,7 @@ type Case = (&'static str, &'static str, &'static str);
 const BASE: [Case; 2] =
     [("model.name", "\"@model\"", "--model @model"), ("data.source", "\"@my\"", "--data @my")];
 
-const FINETUNE: [Case; 77] = [
+const FINETUNE: [Case; 78] = [
     ("method", "\"dora\"", "--method dora"),
     ("model.revision", "\"v1\"", "--revision v1"),
     ("model.offline", "true", "--offline"),
@@ -94,6 +94,7 @@ const FINETUNE: [Case; 77] = [
     ("training.batch", "3", "--batch-size 3"),
     ("training.accumulation", "2", "--accumulation 2"),
     ("training.micro_batch_size", "2", "--micro-batch-size 2"),
+    ("training.sequence_parallel_size", "2", ""),
 ];
 const LOOP: [Case; 13] = [
     ("training.checkpoint_every", "7", "--checkpoint-every 7"),

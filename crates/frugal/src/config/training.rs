@@ -34,6 +34,9 @@ pub struct TrainingConfig {
     /// for those of a batch, or fewer if a budget needs that.
     #[serde(skip_serializing_if = "Option::is_none", alias = "rows_at_once")]
     pub micro_batch_size: Option<usize>,
+    /// Ranks that divide each row of tokens among them (sequence parallelism), for rows that are too long for one: the activations of each
+    /// are those of its part. It divides the number of ranks and the model's attention heads.
+    pub sequence_parallel_size: usize,
     /// Steps or time between checkpoints; one is written at the end in any case.
     pub checkpoint_every: CheckpointEvery,
     /// Checkpoints to keep.
@@ -74,6 +77,7 @@ impl Default for TrainingConfig {
             batch: 4,
             accumulation: 4,
             micro_batch_size: None,
+            sequence_parallel_size: 1,
             checkpoint_every: CheckpointEvery::default(),
             keep: 2,
             ignore_failed_checkpoints: false,

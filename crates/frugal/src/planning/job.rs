@@ -108,6 +108,7 @@ pub fn job(
         loss,
         optimizer: state_of(optimizer.rule),
         documents: data.packed,
+        sequence_ranks: training.sequence_parallel_size as u64,
         widens: widens(operands, device),
         packs: on_cpu,
         flash_workspace: device.is_cuda(),

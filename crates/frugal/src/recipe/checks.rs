@@ -1,11 +1,13 @@
 //! Checks before a weight is read: values outside their ranges, and techniques that ranks or a model do not allow.
 
 use kernels::nf4::Scales;
+use models::DecoderConfig;
 use models::hugging_face::Folder;
 use tch::{Device, Kind};
 
 use crate::config::{
-    Compute, Config, Dtype, FrozenPlace, OffloadMethod, OffloadTier, OptimizerPlace, nearest_name,
+    ActivationPlan, Compute, Config, Dtype, FrozenPlace, OffloadMethod, OffloadTier, OptimizerPlace,
+    nearest_name,
 };
 use crate::error::{Error, Result};
 use crate::recipe::pairs::{self, KEPT_CASTS, RECOMPUTE, kept_by};
@@ -23,12 +25,13 @@ const LEVELS: [&str; 5] = ["save-all", "save-gate-up", "save-one", "input-only",
 pub(super) fn values(config: &Config) -> Result<()> {
     let Config { training, optimizer, data, activations, .. } = config;
     // Counts that must not be 0.
-    let counts: [(&'static str, Option<u64>); 15] = [
+    let counts: [(&'static str, Option<u64>); 16] = [
         ("training.steps", training.steps),
         ("training.epochs", training.epochs),
         ("training.batch", Some(training.batch as u64)),
         ("training.accumulation", Some(training.accumulation as u64)),
         ("training.micro_batch_size", training.micro_batch_size.map(|rows| rows as u64)),
+        ("training.sequence_parallel_size", Some(training.sequence_parallel_size as u64)),
         ("training.checkpoint_every", training.checkpoint_every.steps()),
         ("training.evaluate_every", training.evaluate_every),
         ("training.patience", training.patience),
@@ -178,11 +181,70 @@ pub(super) fn ranks(config: &Config, ranks: usize, device: Device) -> Result<()>
         let expected = "a number that divides the number of ranks";
         return Err(Error::Value { key: "optimizer.replicas", found: given, expected });
     }
-    if config.training.accumulation < ranks {
+    sequence_parallel(config, ranks)?;
+    let parts = config.training.sequence_parallel_size;
+    if config.training.accumulation < ranks / parts {
+        let expected = match parts {
+            1 => {
+                "at least one batch for each rank: a step's batches are divided among the ranks; give --accumulation"
+            }
+            _ => "at least one batch for each group of ranks that divide a row; give --accumulation",
+        };
+        let found = config.training.accumulation.to_string();
+        return Err(Error::Value { key: "training.accumulation", found, expected });
+    }
+    Ok(())
+}
+
+/// Checks the techniques against rows that are divided among ranks.
+fn sequence_parallel(config: &Config, ranks: usize) -> Result<()> {
+    let parts = config.training.sequence_parallel_size;
+    if parts == 1 {
+        return Ok(());
+    }
+    if !ranks.is_multiple_of(parts) {
+        let found = format!("{parts} with {ranks} ranks");
+        let expected = "a number that divides the number of ranks";
+        return Err(Error::Value { key: "training.sequence_parallel_size", found, expected });
+    }
+    if config.loss.router_aux_loss.is_some_and(|coefficient| coefficient > 0.0) {
+        return Err(Error::Conflict {
+            first: "`loss.router_aux_loss`".to_owned(),
+            second: format!("`training.sequence_parallel_size = {parts}`"),
+            why: "the loss is a product of sums over all tokens of a batch, and a rank knows those of its part",
+            remedy: "leave `loss.router_aux_loss` out, or let each rank take whole rows",
+        });
+    }
+    if config.activations.plan == ActivationPlan::Plan {
+        return Err(Error::Conflict {
+            first: "`activations.plan = \"plan\"`".to_owned(),
+            second: format!("`training.sequence_parallel_size = {parts}`"),
+            why: "each rank would choose its own plan by its own measurements, and recomputed attention needs all of them",
+            remedy: "use `activations.plan = \"keep\"`, \"every-k\" or \"recompute\"",
+        });
+    }
+    Ok(())
+}
+
+/// Checks the model against rows that are divided among ranks.
+pub(super) fn sequence_parallel_model(config: &Config, model: &DecoderConfig) -> Result<()> {
+    let parts = config.training.sequence_parallel_size as i64;
+    if parts == 1 {
+        return Ok(());
+    }
+    if model.num_attention_heads % parts != 0 {
         return Err(Error::Value {
-            key: "training.accumulation",
-            found: config.training.accumulation.to_string(),
-            expected: "at least one batch for each rank: a step's batches are divided among the ranks; give --accumulation",
+            key: "training.sequence_parallel_size",
+            found: format!("{parts} for a model with {} attention heads", model.num_attention_heads),
+            expected: "a number that divides the heads: each rank attends with some of them",
+        });
+    }
+    if model.linear_layers() > 0 {
+        return Err(Error::Conflict {
+            first: format!("`training.sequence_parallel_size = {parts}`"),
+            second: "a model with linear attention".to_owned(),
+            why: "its layers read the tokens of a row one after the other, which ranks with parts of it cannot",
+            remedy: "let each rank take whole rows",
         });
     }
     Ok(())
@@ -227,6 +289,7 @@ pub(super) fn folder(config: &Config, folder: &Folder) -> Result<()> {
             }
         }
     }
+    sequence_parallel_model(config, model)?;
     pairs::check(&with_dtype_of(config, folder))?;
     let is_half = config.model.dtype.is_none() && folder.kind().is_ok_and(|kind| kind == Kind::Half);
     if is_half && config.adapter.is_none() && config.precision.compute == Compute::Fp16 {

@@ -25,6 +25,7 @@ mod real_models;
 mod recipe;
 mod refused_allocations;
 mod rows;
+mod sequence_over_ranks;
 mod shared_keys_over_ranks;
 mod stage_three;
 mod techniques;

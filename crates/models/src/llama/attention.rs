@@ -131,7 +131,8 @@ impl SelfAttention {
         let whole_heads = self.rope.as_ref().is_none_or(Rotary::turns_whole_heads);
         let options = self.options_for(context);
         let fused = options.path == AttentionPath::Fused && has_kernel(q, &options);
-        context.extension.is_none() && context.documents.is_none() && !by_head && whole_heads && fused
+        let whole_rows = context.documents.is_none() && context.sequence.is_none();
+        context.extension.is_none() && whole_rows && !by_head && whole_heads && fused
     }
 
     /// Divides queries with gates, each head's `[query, gate]`, into both, `[b, t, heads·head]`. They are copies: the joint tensor is freed.
@@ -196,9 +197,10 @@ impl Attention for SelfAttention {
             None => normalised,
         };
         let v = heads(&v)?;
-        let attended = match context.extension {
-            Some(extension) => extension.attend(self.layer, &q, &k, &v, &options)?,
-            None => attention(&q, &k, &v, context.documents, &options)?,
+        let attended = match (context.extension, context.sequence) {
+            (Some(extension), _) => extension.attend(self.layer, &q, &k, &v, &options)?,
+            (None, Some(shard)) => shard.attention([q, k, v], context.documents, &options)?,
+            (None, None) => attention(&q, &k, &v, context.documents, &options)?,
         };
         output(attended)
     }

@@ -25,7 +25,7 @@ use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use super::DecoderConfig;
-use crate::error::{Result, wrong_shape};
+use crate::error::{Error, Result, wrong_shape};
 use crate::init::Init;
 use crate::key_value_cache::{Extension, Recurrent};
 use crate::linear::{Linear, dense_kind, project_all};
@@ -157,6 +157,10 @@ fn padding_first(row: &Tensor, real: &Tensor, before: i64) -> Result<Tensor> {
 
 impl Attention for GatedDeltaNet {
     fn forward(&self, x_btd: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        if context.sequence.is_some() {
+            let reason = "the ranks divide each row, and its tokens are read one after the other; give each rank whole rows";
+            return Err(Error::invalid("gated DeltaNet", reason));
+        }
         let &[batch, sequence, _] = x_btd.size().as_slice() else {
             let expected = "[batch, sequence, hidden]".to_owned();
             return Err(wrong_shape("gated DeltaNet", "x", x_btd.size(), expected));

@@ -165,13 +165,17 @@ impl Attention for Gemma4Attention {
                 ));
             }
         };
-        let attended = match (context.extension, &self.own_keys) {
-            (Some(extension), Some(_)) => extension.attend(self.cache_index, &q, &k, &v, &options)?,
-            (Some(extension), None) => extension.attend_again(self.cache_index, &q, &options)?,
-            (None, _) => attention(&q, &k, &v, context.documents, &options)?,
+        let shared = if are_shared { vec![k.shallow_clone(), v.shallow_clone()] } else { Vec::new() };
+        let attended = match (context.extension, context.sequence) {
+            (Some(extension), _) if self.own_keys.is_some() => {
+                extension.attend(self.cache_index, &q, &k, &v, &options)?
+            }
+            (Some(extension), _) => extension.attend_again(self.cache_index, &q, &options)?,
+            (None, Some(shard)) => shard.attention([q, k, v], context.documents, &options)?,
+            (None, None) => attention(&q, &k, &v, context.documents, &options)?,
         };
         let update = self.o_proj.forward(&attended, context)?;
-        Ok(if are_shared { vec![update, k, v] } else { vec![update] })
+        Ok(std::iter::once(update).chain(shared).collect())
     }
 }
 

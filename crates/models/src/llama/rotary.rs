@@ -5,6 +5,7 @@ use kernels::rope::RotaryTable;
 use tch::{Device, Tensor};
 
 use super::DecoderConfig;
+use crate::attention::Documents;
 use crate::error::{self, Result};
 use crate::module::Context;
 
@@ -115,6 +116,11 @@ impl Rotary {
     fn table(&self, q: &Tensor, context: &Context<'_>) -> Result<&RotaryTable> {
         let Some((original, long)) = &self.long else { return Ok(&self.table) };
         let sequence = q.size()[1];
+        if let Some(shard) = context.sequence {
+            // The same one on every rank, wherever its part of the row is.
+            let longest = context.documents.map_or(shard.length(), Documents::longest);
+            return Ok(if longest > *original { long } else { &self.table });
+        }
         let is_long = match (context.extension, context.positions) {
             // A cache's rows are as long as its longest, without reading the positions from the device.
             (Some(extension), _) => extension.end() > *original,

@@ -5,6 +5,7 @@ use tch::Tensor;
 use crate::attention::Documents;
 use crate::key_value_cache::Extension;
 use crate::mixture::RouterBalance;
+use crate::sequence_parallel::SequenceShard;
 
 /// Arguments of a forward pass besides the input.
 #[derive(Debug, Clone, Copy, Default)]
@@ -26,6 +27,9 @@ pub struct Context<'a> {
     pub labelled_tokens: Option<i64>,
     /// The sums of the load-balancing loss of the routers, if it is to be computed.
     pub balance: Option<&'a RouterBalance>,
+    /// This rank's part of the rows, whose tokens the input has; `None` for whole rows. `documents` are those of whole rows, and
+    /// `positions` are given. See [`sequence_parallel`](crate::sequence_parallel).
+    pub sequence: Option<&'a SequenceShard>,
 }
 
 /// A [`Context`] that owns its values, for recomputation. It shares the tensors of the original, and has no cache: generation is never
@@ -38,30 +42,37 @@ pub struct OwnedContext {
     accuracy: bool,
     labelled_tokens: Option<i64>,
     balance: Option<RouterBalance>,
+    sequence: Option<SequenceShard>,
 }
 
 impl From<&Context<'_>> for OwnedContext {
     fn from(context: &Context<'_>) -> Self {
-        let &Context { documents, positions, extension: _, training, accuracy, labelled_tokens, balance } =
-            context;
-        let (documents, positions) =
-            (documents.map(Documents::shallow_clone), positions.map(Tensor::shallow_clone));
-        Self { documents, positions, training, accuracy, labelled_tokens, balance: balance.cloned() }
+        let &Context { training, accuracy, labelled_tokens, .. } = context;
+        Self {
+            documents: context.documents.map(Documents::shallow_clone),
+            positions: context.positions.map(Tensor::shallow_clone),
+            training,
+            accuracy,
+            labelled_tokens,
+            balance: context.balance.cloned(),
+            sequence: context.sequence.cloned(),
+        }
     }
 }
 
 impl OwnedContext {
     /// Borrows it as a [`Context`].
     pub fn borrow(&self) -> Context<'_> {
-        let &Self { ref documents, ref positions, training, accuracy, labelled_tokens, ref balance } = self;
+        let &Self { training, accuracy, labelled_tokens, .. } = self;
         Context {
-            documents: documents.as_ref(),
-            positions: positions.as_ref(),
+            documents: self.documents.as_ref(),
+            positions: self.positions.as_ref(),
             extension: None,
             training,
             accuracy,
             labelled_tokens,
-            balance: balance.as_ref(),
+            balance: self.balance.as_ref(),
+            sequence: self.sequence.as_ref(),
         }
     }
 }

@@ -60,7 +60,7 @@ impl ShardedOptimizer {
     pub(super) fn gather_state(&self) -> Result<Vec<(String, Tensor)>> {
         let mut state = Vec::new();
         for tensor in self.divided_state()? {
-            let values = tensor.whole()?.filter(|_| self.mesh.control.rank() == 0);
+            let values = tensor.whole()?.filter(|_| self.mesh.control().rank() == 0);
             state.extend(values.map(|values| (tensor.name().to_owned(), values)));
         }
         Ok(state)

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use runtime::autograd::GradientHook;
-use runtime::collectives::Group as Ranks;
+use runtime::collectives;
 use serde::{Deserialize, Serialize};
 use tch::Tensor;
 use training::checkpoint::LazyTensor;
@@ -60,7 +60,7 @@ impl Faulty {
     /// `first` is the tensor whose gradient comes before the backward of the layers.
     pub(crate) fn new(
         inner: Box<dyn Optimizer>,
-        ranks: &Ranks,
+        ranks: &collectives::Group,
         fault: Option<Injected>,
         delays: bool,
         first: Option<&Tensor>,
@@ -137,7 +137,7 @@ impl Optimizer for Faulty {
         self.inner.zero_grad(how)
     }
 
-    fn ranks(&self) -> Option<Ranks> {
+    fn ranks(&self) -> Option<training::Ranks> {
         self.inner.ranks()
     }
 

@@ -47,14 +47,14 @@ impl FailedSave {
 impl Trainer {
     /// Returns the error of a rank that could not save, on every rank; otherwise this rank's own result.
     pub(super) fn outcome_of_all(&self, own: Result<Option<Saved>>) -> Result<Option<Saved>> {
-        let group = match (self.optimizer.ranks(), &own) {
+        let ranks = match (self.optimizer.ranks(), &own) {
             // Its group is dead, as the others find out.
             (_, Err(Error::Runtime(runtime::Error::Collective(_)))) | (None, _) => return own,
-            (Some(group), _) => group,
+            (Some(ranks), _) => ranks,
         };
         let text = own.as_ref().err().map(|error| serde_json::to_string(&FailedSave::of(error)));
         let text = text.transpose().map_err(|cause| Error::config("checkpoint", cause.to_string()))?;
-        match (own, group.first_failure(text.as_deref(), "checkpoint")?) {
+        match (own, ranks.all().first_failure(text.as_deref(), "checkpoint")?) {
             (Ok(_), Some((rank, text))) => {
                 let other = FailedSave { text: text.clone(), save: None, number: None };
                 Err(serde_json::from_str(&text).unwrap_or(other).into_error(rank))

@@ -1,6 +1,6 @@
 //! Data-parallel ranks in the training loop.
 //!
-//! The micro-batches of a step are numbered over all ranks, and rank r of N computes those with number mod N = r. Every rank reads
+//! The micro-batches of a step are numbered over all ranks, which take [turns](crate::ranks). Every rank reads
 //! all of them: then the position in the data and the loss's denominator need no communication, and a checkpoint does not know N.
 //! A micro-batch draws its random numbers (dropout) from a seed of its own, and losses are added in the order of the micro-batches,
 //! so that no bit depends on N. If passes communicate, a rank without a micro-batch in the last round runs one whose gradients are
@@ -10,17 +10,18 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use runtime::collectives::{Group, ReduceConfig};
-use runtime::random;
+use runtime::random::{self, begin_step_part};
 use tch::{Device, Kind, Tensor};
 
 use super::{Timings, Trainer, timed};
 use crate::accumulation::MicroBatches;
 use crate::error::Result;
+use crate::ranks::Ranks;
 use crate::split_mix::split_mix;
 
 /// This rank's share of a step.
 pub(super) struct Share {
-    group: Group,
+    ranks: Ranks,
     /// Seed of the step's random numbers, the same on every rank.
     seed: u64,
     /// Micro-batches of the step.
@@ -48,31 +49,35 @@ pub(super) struct Requests {
     pub(super) save: bool,
 }
 
-/// Whether this rank has no batch in the last round, if the last batch is number `last`.
-pub(crate) fn idles(group: &Group, last: usize) -> bool {
-    group.rank() > last % group.size()
-}
-
 impl Share {
+    /// Returns the ranks that divide each row; `None` if each takes whole rows.
+    pub(super) fn sequence(&self) -> Option<&Group> {
+        self.ranks.sequence()
+    }
+
     /// Starts a micro-batch: returns whose it is.
     pub(super) fn begin(&self, number: usize) -> Result<Owner> {
-        let owner = if number % self.group.size() == self.group.rank() {
+        let owner = if self.ranks.takes(number) {
             Owner::Own
-        } else if self.together && number + 1 == self.count && idles(&self.group, number) {
+        } else if self.together && number + 1 == self.count && self.ranks.idles(number) {
             Owner::Idle
         } else {
             return Ok(Owner::Other);
         };
-        random::seed(split_mix(self.seed, number as u64 + 1))?;
+        // Ranks with parts of one row draw different numbers.
+        let part = self.ranks.part() as u64;
+        let seed = if part == 0 { self.seed } else { split_mix(self.seed, part.reverse_bits()) };
+        random::seed(split_mix(seed, number as u64 + 1))?;
+        begin_step_part((number * self.ranks.parts()) as u64 + part);
         Ok(owner)
     }
 
     /// Ends the step's micro-batches: returns the losses of all ranks, and leaves the random generators in the same state on each.
     pub(super) fn end(&self, sums: &[Tensor]) -> Result<Vec<Tensor>> {
         random::seed(split_mix(self.seed, 0))?;
-        // Each micro-batch is one rank's, and zeros on the others: a sum is exact.
+        // Each micro-batch is one rank's, or one group's, and zeros on the others.
         let all = Tensor::f_stack(sums, 0)?.f_to_device(Device::Cpu)?.f_contiguous()?;
-        self.group.all_reduce(&all, ReduceConfig::default(), "losses")?;
+        self.ranks.all().all_reduce(&all, ReduceConfig::default(), "losses")?;
         let all = all.f_to_device(sums[0].device())?;
         (0..sums.len() as i64).map(|number| Ok(all.f_select(0, number)?)).collect()
     }
@@ -81,11 +86,11 @@ impl Share {
 impl Trainer {
     /// Returns this rank's share of a step of `count` micro-batches; `None` for one process alone.
     pub(super) fn share(&self, count: usize) -> Result<Option<Share>> {
-        let Some(group) = self.optimizer.ranks() else { return Ok(None) };
+        let Some(ranks) = self.optimizer.ranks() else { return Ok(None) };
         let seed =
             Tensor::f_randint_low(0, i64::MAX, [1], (Kind::Int64, Device::Cpu))?.f_int64_value(&[0])?;
         let (seed, together) = (seed.cast_unsigned(), self.optimizer.passes_communicate());
-        Ok(Some(Share { group, seed, count, together }))
+        Ok(Some(Share { ranks, seed, count, together }))
     }
 
     /// Reduces the gradients if micro-batch `number` ends a round.
@@ -97,7 +102,7 @@ impl Trainer {
         timings: &mut Timings,
     ) -> Result<()> {
         let ends = |share: &Share| {
-            (number + 1).is_multiple_of(share.group.size()) || number + 1 == micro.batches.len()
+            (number + 1).is_multiple_of(share.ranks.turns()) || number + 1 == micro.batches.len()
         };
         match share {
             Some(share) if ends(share) => timed("reduce", &mut timings.backward, || self.optimizer.reduce()),
@@ -109,7 +114,7 @@ impl Trainer {
     /// by clocks of their own, ranks would not agree on the step.
     pub(super) fn requests(&self) -> Result<Requests> {
         let is_over = |interval: Duration| self.saved_at.elapsed() >= interval;
-        let decides = self.optimizer.ranks().is_none_or(|group| group.rank() == 0);
+        let decides = self.optimizer.ranks().is_none_or(|ranks| ranks.all().rank() == 0);
         let save = decides && self.options.checkpoint_interval.is_some_and(is_over);
         let [stop, save] = self.any_rank([self.stop.load(Ordering::Relaxed), save], "requests")?;
         Ok(Requests { stop, save })
@@ -117,9 +122,9 @@ impl Trainer {
 
     /// Returns which of `own` are true on any rank.
     pub(super) fn any_rank<const N: usize>(&self, own: [bool; N], label: &str) -> Result<[bool; N]> {
-        let Some(group) = self.optimizer.ranks() else { return Ok(own) };
+        let Some(ranks) = self.optimizer.ranks() else { return Ok(own) };
         let flags = Tensor::f_from_slice(&own.map(i64::from))?;
-        group.all_reduce(&flags, ReduceConfig::default(), label)?;
+        ranks.all().all_reduce(&flags, ReduceConfig::default(), label)?;
         let flags = Vec::<i64>::try_from(&flags)?;
         Ok(std::array::from_fn(|index| flags[index] > 0))
     }

@@ -158,14 +158,14 @@ impl Trainer {
         let Some(checkpoints) = &self.checkpoints else { return Ok(None) };
         let latest = checkpoints.latest()?;
         // No rank changes the folder before all have read it, and all have read the same: they share the folder, or each machine has a copy.
-        if let Some(group) = self.optimizer.ranks() {
+        if let Some(ranks) = self.optimizer.ranks() {
             let (step, digest) = match &latest.checkpoint {
                 Some(checkpoint) => (checkpoint.step.to_string(), checkpoint.digest()?),
                 None => ("none".to_owned(), "none".to_owned()),
             };
             let newest =
                 "step of the newest valid checkpoint in the output folder (each machine needs a copy)";
-            group.agree(&[(newest, &step), ("manifest of it", &digest)])?;
+            ranks.all().agree(&[(newest, &step), ("manifest of it", &digest)])?;
         }
         for reason in &latest.refused {
             self.warn(&format!("a checkpoint was skipped: {reason}"))?;

@@ -1,5 +1,6 @@
 //! Settings that determine the costs of a step.
 
+use crate::decoder_flops::Workload;
 use crate::experts::StreamedExperts;
 use crate::memory::logits::Loss;
 use crate::memory::optimizer::Optimizer;
@@ -7,6 +8,7 @@ use crate::memory::quantized;
 use crate::memory::recipe::Recipe;
 use crate::passes::head::Logits;
 use crate::recompute::NormKernel;
+use crate::sequence_parallel;
 
 /// Further settings that determine the costs of a step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -29,6 +31,9 @@ pub struct Choices {
     pub product_workspaces: u64,
     /// Whether rows are packed: attention runs document by document.
     pub documents: bool,
+    /// Ranks that divide each row ([`sequence_parallel`](crate::sequence_parallel)): memory and time are those of one rank's part, without what
+    /// is sent. 1 for whole rows.
+    pub sequence_ranks: u64,
     /// Whether products of 16 bits in mixed precision, and those with weights in NF4, are computed in fp32, as on a CPU without
     /// instructions for 16 bits.
     pub widens: bool,
@@ -64,6 +69,7 @@ impl Default for Choices {
             logits: Logits::default(),
             product_workspaces: 0,
             documents: false,
+            sequence_ranks: 1,
             widens: false,
             tile_bytes: quantized::CPU_TILE,
             packs: false,
@@ -77,6 +83,16 @@ impl Default for Choices {
 }
 
 impl Choices {
+    /// Returns what a rank computes of a batch of whole rows.
+    pub(super) fn part(&self, work: Workload) -> Workload {
+        sequence_parallel::part(work, self.sequence_ranks)
+    }
+
+    /// Returns a rank's part of FLOPs.
+    pub(super) fn share(&self, flops: f64) -> f64 {
+        flops / self.sequence_ranks.max(1) as f64
+    }
+
     /// Seconds of products with these FLOPs that go over weights so many times.
     pub(super) fn seconds(&self, flops: f64, passes: f64, weight_bytes: u64) -> f64 {
         (flops / self.flops).max(passes * weight_bytes as f64 / self.bandwidth)

@@ -79,7 +79,7 @@ impl Block {
         if recorded.middle {
             self.project_branch_back(tracker, Output, recorded.attention);
         }
-        let rounded = !recorded.attention || self.mixed_in_fp32 || self.is_gated;
+        let rounded = !recorded.attention || self.mixed_in_fp32 || self.is_gated || self.exchange.is_some();
         drop_if(tracker, rounded && self.learns(&[Output]), self.query);
         if recorded.attention && self.is_gated {
             // The gradients of the attention's output and of the gate's sigmoid, then that of the gate, which stays.
@@ -103,12 +103,14 @@ impl Block {
                 tracker.free(wide);
             }
         } else if recorded.attention {
-            tracker.make(self.query + 2 * self.key);
+            self.exchange_output_back(tracker);
+            tracker.make(self.query + 2 * self.attended_keys());
             tracker.touch(self.flash_workspace);
-            drop_if(tracker, self.keeps_both_outputs(&recorded), self.query);
+            drop_if(tracker, self.exchange.is_none() && self.keeps_both_outputs(&recorded), self.query);
             // The output's gradient, and the tensors that attention kept, its output among them.
             tracker.free(self.query);
-            tracker.free(2 * self.query + 2 * self.key + self.log_sum_exp);
+            tracker.free(2 * self.query + 2 * self.attended_keys() + self.log_sum_exp);
+            self.exchange_heads_back(tracker);
         }
         if recorded.attention {
             match self.rotated {

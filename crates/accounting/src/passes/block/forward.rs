@@ -69,6 +69,7 @@ impl Block {
             tracker.free(joined);
             release(tracker, recorded.attention, attended);
         } else {
+            self.exchange_heads(tracker);
             tracker.make(self.query + self.log_sum_exp);
             release(tracker, recorded.attention, self.log_sum_exp);
             if self.documents {
@@ -77,6 +78,11 @@ impl Block {
                     tracker.free(self.query);
                 }
             }
+        }
+        if self.exchange.is_some() {
+            // Of several documents, the output that is kept is that of each.
+            release(tracker, recorded.attention, self.query + 2 * self.attended_keys());
+            self.exchange_output(tracker, record && recorded.attention && !self.documents);
         }
         if self.is_gated {
             // The gate's sigmoid, and the product.
@@ -88,6 +94,9 @@ impl Block {
             release(tracker, recorded.attention, self.query);
             release(tracker, self.learns(&[Output]), self.query);
             return release(tracker, recorded.attention, 2 * self.query + 2 * self.key);
+        }
+        if self.exchange.is_some() {
+            return release(tracker, self.learns(&[Output]), self.query);
         }
         // Queries, keys, values and output exist until their function ends.
         release(tracker, recorded.attention && !self.mixed_in_fp32, self.query + 2 * self.key);

@@ -76,12 +76,16 @@ impl Block {
             keep(recorded.attention, "norm statistics", norms.statistics);
         }
         keep(recorded.attention, "query", self.attended_query);
-        keep(recorded.attention, "key and value", 2 * self.attended_key);
+        keep(recorded.attention, "key and value", 2 * self.attended_keys());
         keep(recorded.attention, "log-sum-exp of scores", self.log_sum_exp);
         if self.is_gated {
             keep(recorded.attention, "attention output", self.attended_query);
             keep(recorded.attention, "gate", self.query);
             keep(self.learns(&[Output]), "gated attention output", self.query);
+        } else if self.exchange.is_some() {
+            keep(recorded.attention, "attention output of all tokens", self.query);
+            keep(self.learns(&[Output]), "attention output", self.query);
+            return items;
         } else if self.mixed_in_fp32 {
             keep(recorded.attention, "attention output in fp32", self.attended_query);
             keep(self.learns(&[Output]), "attention output", self.query);
@@ -127,7 +131,7 @@ impl Block {
     /// the output's projection.
     pub(super) fn keeps_both_outputs(&self, recorded: &Recorded) -> bool {
         let is_read = self.is_gated || self.learns(&[Projection::Output]);
-        self.documents && !self.mixed_in_fp32 && recorded.attention && is_read
+        self.documents && !self.mixed_in_fp32 && recorded.attention && (is_read || self.exchange.is_some())
     }
 
     pub(super) fn keeps_first_output(&self, recorded: &Recorded) -> bool {

@@ -11,8 +11,7 @@ use crate::common_flags::Common;
 use crate::output::{print_line, print_lines};
 
 /// The last line of a plan over GPUs, in place of flags.
-const ON_GPUS: &str = "another program: the ranks of this one are connected over CPUs (groups over NCCL have never run on a GPU), so this \
-    is a prediction of the method";
+const ON_GPUS: &str = "ranks on GPUs have never run, so this is a prediction of the method; FRUGAL_TRY_NCCL=1 before `frugal launch` tries it";
 
 /// The variants of a step, and the fastest that fits.
 struct Comparison {
@@ -23,6 +22,8 @@ struct Comparison {
     /// Tokens of a rank's step.
     tokens: u64,
     ranks: u64,
+    /// Micro-batches that the ranks take at a time.
+    taken: u64,
 }
 
 /// Prints the ways to run a step of inference, or over several ranks.
@@ -50,23 +51,24 @@ pub(super) fn run(common: &Common, arguments: &StepArgs, conditions: &Conditions
 fn compare(arguments: &StepArgs, conditions: &Conditions) -> anyhow::Result<Comparison> {
     let Conditions { planned, machine, memory, on_cpu, .. } = conditions;
     let ranks = arguments.ranks.ranks;
-    let costs = arguments.costs(planned, machine)?;
+    let taken = ranks / arguments.ranks.sequence_parallel_size;
+    let costs = arguments.costs(planned, machine, 1)?;
     let mut variants = variants(&costs, &machine.transfers, *memory, planned.tier, *on_cpu)?;
     let hiding = arguments.tokens_that_hide_loads(planned, machine, variants.last())?;
     if ranks > 1 {
         // The step of one rank alone comes last.
         let alone = std::mem::take(&mut variants);
-        variants = ranks::variants(arguments, planned, &costs, machine)?;
+        variants = ranks::variants(arguments, planned, machine)?;
         variants.extend(alone);
     }
     let tokens = planned.work.tokens()?;
     let rate = |variant: &Variant| {
-        tokens as f64 * if variant.ranks.is_some() { ranks as f64 } else { 1.0 } / variant.step.seconds
+        tokens as f64 * if variant.ranks.is_some() { taken as f64 } else { 1.0 } / variant.step.seconds
     };
     let chosen = (0..variants.len())
         .filter(|&number| variants[number].peak <= memory.device)
         .max_by(|&a, &b| rate(&variants[a]).total_cmp(&rate(&variants[b])));
-    Ok(Comparison { variants, chosen, hiding, tokens, ranks })
+    Ok(Comparison { variants, chosen, hiding, tokens, ranks, taken })
 }
 
 impl Comparison {
@@ -110,7 +112,7 @@ impl Comparison {
         let over = match &variant.ranks {
             Some(over) => format!(
                 " of {} tokens, bound by {}",
-                grouped(u128::from(self.tokens) * u128::from(self.ranks)),
+                grouped(u128::from(self.tokens) * u128::from(self.taken)),
                 over.bound.name()
             ),
             None if self.ranks > 1 => format!(" of {} tokens", grouped(self.tokens.into())),

@@ -5,6 +5,7 @@ use accounting::memory::recipe::Recipe;
 use accounting::memory::zero::ZeroStage;
 use accounting::offload::{Method, OptimizerPlace, Rates, Setup, Start, StepCosts, simulate};
 use accounting::scale::{Division, Network, Work, step};
+use accounting::sequence_parallel;
 use accounting::sharding::Layout;
 use anyhow::bail;
 use clap::Args;
@@ -24,6 +25,9 @@ pub(super) struct RanksArgs {
     /// Ranks that train together: as many GPUs, or processes on CPUs (`frugal launch -n`)
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u64).range(1..), help_heading = RANKS)]
     pub(super) ranks: u64,
+    /// Ranks that divide each row of tokens among them; all of them take one micro-batch
+    #[arg(long, alias = "sp-size", default_value_t = 1, value_name = "RANKS", value_parser = clap::value_parser!(u64).range(1..), help_heading = RANKS)]
+    pub(super) sequence_parallel_size: u64,
     /// Machines among which the ranks are divided evenly
     #[arg(long, default_value_t = 1, requires = "network", value_parser = clap::value_parser!(u64).range(1..), help_heading = RANKS)]
     nodes: u64,
@@ -39,6 +43,13 @@ impl RanksArgs {
                 "--ranks {} are not a multiple of --nodes {}; give as many ranks to each",
                 self.ranks,
                 self.nodes
+            );
+        }
+        if !self.ranks.is_multiple_of(self.sequence_parallel_size) {
+            bail!(
+                "--ranks {} are not a multiple of --sequence-parallel-size {}; give a number that divides them",
+                self.ranks,
+                self.sequence_parallel_size
             );
         }
         if self.ranks > 1 && planned.is_inference() {
@@ -67,7 +78,6 @@ impl RanksArgs {
 pub(super) fn variants(
     arguments: &StepArgs,
     planned: &PlannedStep,
-    costs: &StepCosts,
     machine: &MachineRates,
 ) -> anyhow::Result<Vec<Variant>> {
     let ranks = &arguments.ranks;
@@ -81,6 +91,7 @@ pub(super) fn variants(
         ways.extend([(ZeroStage::Three, ranks.nodes, kept), (ZeroStage::Three, ranks.nodes, recomputed)]);
     }
     let network = ranks.network(arguments)?;
+    let costs = &arguments.costs(planned, machine, ranks.sequence_parallel_size)?;
     let mut all = Vec::new();
     for way in ways {
         all.push(variant(arguments, planned, costs, &machine.transfers, way, &network)?);
@@ -107,8 +118,15 @@ fn variant(
         optimizer: OptimizerPlace::Device,
     };
     let mut simulated = simulate(&sharded, rates, &setup, Start::Warm)?;
+    let passes = if recompute { 3 } else { 2 };
+    let parts = arguments.ranks.sequence_parallel_size;
+    let dtype = arguments.recipe(planned).compute;
+    let exchanged = sequence_parallel::sent_bytes(&planned.model, planned.work, dtype, parts)?;
     let times = step(
-        &work(costs, &sharded, rates, stage, recompute),
+        &Work {
+            sequence: (parts, exchanged as f64, passes),
+            ..work(costs, &sharded, rates, stage, recompute)
+        },
         Division { stage, shard: ranks / replicas, replicas },
         network,
     );
@@ -126,13 +144,17 @@ fn variant(
         1 => (String::new(), String::new()),
         _ => (format!(" in {replicas} replicas"), format!(" --replicas {replicas}")),
     };
+    let (of_rows, flag_of_rows) = match parts {
+        1 => (String::new(), String::new()),
+        _ => (format!(", rows over {parts}"), format!(" --sequence-parallel-size {parts}")),
+    };
     Ok(Variant {
-        name: format!("ZeRO-{number} over {ranks} ranks{in_replicas}{what}"),
-        // Ranks on GPUs are not this program's.
+        name: format!("ZeRO-{number} over {ranks} ranks{in_replicas}{of_rows}{what}"),
+        // Ranks on GPUs have never run.
         flags: if arguments.hardware.is_some() || planned.device != Device::Cpu {
             String::new()
         } else {
-            format!("--zero-stage {number}{of_replicas}{flag}")
+            format!("--zero-stage {number}{of_replicas}{flag_of_rows}{flag}")
         },
         peak: simulated.device.total,
         step: simulated,
@@ -141,7 +163,7 @@ fn variant(
             stage,
             bound: times.bound(1.0),
             exposed: times.exposed(),
-            sent_bytes: layout.sent_bytes(0, 1, slots)?,
+            sent_bytes: layout.sent_bytes(0, 1, slots)? + planned.model.layers * passes * exchanged,
         }),
     })
 }
@@ -171,6 +193,7 @@ fn work(costs: &StepCosts, sharded: &StepCosts, rates: &Rates, stage: ZeroStage,
     let fixed = costs.fixed;
     let trained = |bytes: u64, parameters: u64| if parameters > 0 { bytes as f64 } else { 0.0 };
     Work {
+        sequence: (1, 0.0, 0),
         layers,
         forward: layer.forward_seconds,
         backward: layer.backward_seconds - if recompute { 0.0 } else { layer.forward_seconds },
