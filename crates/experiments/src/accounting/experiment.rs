@@ -27,6 +27,7 @@ enum Section {
     LongContext,
     OffloadCondition,
     Scale,
+    Sequence,
 }
 
 impl Section {
@@ -82,6 +83,7 @@ pub(crate) fn run(common: &CommonArgs, scale: Scale, arguments: &Experiment) -> 
             Section::LongContext => sections::long_context(environment)?,
             Section::OffloadCondition => sections::offload_condition(environment)?,
             Section::Scale => sections::scale(environment)?,
+            Section::Sequence => sections::divided_rows(environment)?,
         };
         for Record { experiment, case, metric, .. } in records {
             sink.put(&experiment, &case, vec![metric])?;

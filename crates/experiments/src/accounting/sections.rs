@@ -12,7 +12,9 @@
 //! | [`offload_condition`] | from how many tokens on loads hide behind compute, and plans for 10 GB |
 //! | [`times`](mod@times) | how long known trainings take |
 //! | [`scale`](mod@scale) | steps over many GPUs, and effective time under failures |
+//! | [`divided_rows`](mod@divided_rows) | memory and time of long rows that GPUs divide |
 
+mod divided_rows;
 mod estimates;
 mod fits;
 mod flops;
@@ -22,6 +24,7 @@ mod published;
 mod scale;
 mod times;
 
+pub(crate) use divided_rows::divided_rows;
 pub(crate) use estimates::estimates;
 pub(crate) use fits::fits;
 pub(crate) use flops::flops;

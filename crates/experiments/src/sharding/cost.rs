@@ -1,6 +1,5 @@
 //! `sharding cost`: memory, transfers and time by ZeRO stage and number of ranks.
 
-use accounting::Decoder;
 use accounting::decoder_flops::Workload;
 use accounting::memory::logits::Loss;
 use accounting::memory::optimizer::Optimizer;
@@ -10,6 +9,7 @@ use accounting::offload::sizes::{self, Choices};
 use accounting::offload::{Method, OptimizerPlace, Rates, Setup, Start, simulate};
 use accounting::recompute::NormKernel;
 use accounting::sharding::Layout;
+use accounting::{Decoder, Dtype, sequence_parallel};
 use report::{Case, Metric};
 
 use super::model::Sizes;
@@ -90,7 +90,7 @@ impl Cost {
         };
         let measured: Vec<&Measured> = measured.iter().flatten().collect();
         let case = Case::new().with("shows", "memory").with("stage", stage).with("ranks", ranks);
-        bench.put(&case, memory(&self.sizes, stage, ranks, &measured)?)
+        bench.put(&case, memory(&self.sizes, stage, (ranks, 1), &measured)?)
     }
 
     fn time(&self, ranks: usize, bench: &mut Bench) -> anyhow::Result<()> {
@@ -139,13 +139,28 @@ impl Cost {
 }
 
 /// The measured memory and transfers of a stage, beside the prediction.
-fn memory(sizes: &Sizes, stage: &str, ranks: usize, measured: &[&Measured]) -> anyhow::Result<Vec<Metric>> {
+pub(super) fn memory(
+    sizes: &Sizes,
+    stage: &str,
+    (ranks, sequence_ranks): (usize, usize),
+    measured: &[&Measured],
+) -> anyhow::Result<Vec<Metric>> {
     let peak = measured.iter().map(|one| one.peak_bytes).max().unwrap_or(0) as f64;
     let mut metrics = vec![Metric::exact("peak_bytes", "B", peak)];
     let recipe = Recipe::FP32;
     let model = Decoder::from_config(&sizes.config())?;
     let work = Workload { batch: 1, sequence: sizes.tokens.unsigned_abs() };
-    let choices = Choices { recipe, loss: Loss::Eager, norm: NormKernel::Output, ..Choices::default() };
+    let choices = Choices {
+        recipe,
+        loss: Loss::Eager,
+        norm: NormKernel::Output,
+        sequence_ranks: sequence_ranks as u64,
+        ..Choices::default()
+    };
+    // Of the heads that ranks with parts of a row exchange, in each pass of each layer.
+    let passes = if rank::is_recomputed(stage) { 3 } else { 2 };
+    let of_a_pass = sequence_parallel::sent_bytes(&model, work, Dtype::Fp32, choices.sequence_ranks)?;
+    let exchanged = model.layers * passes * of_a_pass;
     let mut costs = sizes::training(&model, work, &choices)?;
     let mut overlapping = 0.0;
     let zero = match stage {
@@ -167,7 +182,8 @@ fn memory(sizes: &Sizes, stage: &str, ranks: usize, measured: &[&Measured]) -> a
         let (mut sent, mut predicted) = (0, 0);
         for (rank, one) in measured.iter().enumerate() {
             sent += one.sent_bytes;
-            predicted += layout.sent_bytes(rank as u64, 1, slots)? + numbers(parameters, ranks);
+            predicted += layout.sent_bytes(rank as u64, 1, slots)? + exchanged;
+            predicted += numbers(parameters, ranks, ranks / sequence_ranks);
         }
         metrics.push(Metric::exact("sent_bytes", "B", sent as f64));
         metrics.push(Metric::exact("predicted_sent_bytes", "B", predicted as f64));
@@ -192,6 +208,6 @@ fn memory(sizes: &Sizes, stage: &str, ranks: usize, measured: &[&Measured]) -> a
 
 /// Bytes of the numbers that a rank sends in a step beside gradients and weights, to each other rank: which parameters have a gradient,
 /// a loss for each micro-batch, and whether to stop and to save.
-pub(super) fn numbers(parameters: usize, ranks: usize) -> u64 {
-    8 * ((parameters + ranks + 2) * (ranks - 1)) as u64
+pub(super) fn numbers(parameters: usize, ranks: usize, micro_batches: usize) -> u64 {
+    8 * ((parameters + micro_batches + 2) * (ranks - 1)) as u64
 }

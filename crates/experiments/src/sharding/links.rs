@@ -167,7 +167,7 @@ fn predicted(sizes: &Sizes, division: &Division, ranks: usize) -> anyhow::Result
         {
             let sent = layout.sent_bytes_to(rank as u64, to as u64, 1, SLOTS as u64)?;
             machines[rank / division.ranks_per_machine] +=
-                sent + numbers(parameters, ranks) / (ranks as u64 - 1);
+                sent + numbers(parameters, ranks, ranks) / (ranks as u64 - 1);
         }
     }
     Ok(machines[0].max(machines[1]) as f64)

@@ -75,11 +75,10 @@ impl Sizes {
     }
 
     pub(crate) fn config(&self) -> DecoderConfig {
-        let Self { hidden, feed_forward, layers, vocabulary, .. } = *self;
-        DecoderConfig {
-            tie_word_embeddings: true,
-            ..DecoderConfig::llama(vocabulary, hidden, feed_forward, layers, 8)
-        }
+        let Self { hidden, feed_forward, layers, vocabulary, tokens, .. } = *self;
+        let config = DecoderConfig::llama(vocabulary, hidden, feed_forward, layers, 8);
+        let max_position_embeddings = config.max_position_embeddings.max(tokens);
+        DecoderConfig { tie_word_embeddings: true, max_position_embeddings, ..config }
     }
 
     /// Returns the model in fp32: matrices between ±0.035, norms of 1.

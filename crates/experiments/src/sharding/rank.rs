@@ -52,6 +52,9 @@ pub(crate) struct Rank {
     /// Replicas among which the ranks are divided
     #[arg(long, default_value_t = 1)]
     replicas: usize,
+    /// Ranks that divide each row
+    #[arg(long, default_value_t = 1)]
+    sequence_ranks: usize,
     /// The network interface whose sent bytes are counted
     #[arg(long)]
     interface: Option<String>,
@@ -99,7 +102,7 @@ impl Training {
     /// A training of these ranks, over a group of its own.
     fn new(arguments: &Rank, variant: &str, ranks: &Group) -> anyhow::Result<Self> {
         let group = &ranks.duplicate(variant)?;
-        let mesh = Mesh::new(group, arguments.replicas)?;
+        let mesh = Mesh::new(group, arguments.replicas)?.with_sequence(arguments.sequence_ranks)?;
         let mut model = arguments.sizes.model()?;
         let mut handles = (None, None);
         let mut shards = None;
@@ -141,7 +144,8 @@ impl Training {
             }
             (other, None) => bail!("unknown variant `{other}`"),
         };
-        let accumulation = arguments.rounds * if together { group.size() } else { 1 };
+        let taken = if together { group.size() / arguments.sequence_ranks } else { 1 };
+        let accumulation = arguments.rounds * taken;
         let (next, stride) = if together { (0, 1) } else { (rank, ranks) };
         let batches = HashedBatches { sizes: arguments.sizes, next, stride };
         let options = trainer::TrainerConfig {
@@ -166,7 +170,8 @@ impl Training {
     /// Bytes that this rank has sent.
     fn sent(&self) -> u64 {
         let of_replicas = self.mesh.groups().filter(|_| self.mesh.replicas() > 1);
-        let groups = std::iter::once(self.mesh.world()).chain(of_replicas).chain(&self.gathers);
+        let others = of_replicas.chain(&self.gathers).chain(self.mesh.sequence());
+        let groups = std::iter::once(self.mesh.world()).chain(others);
         groups.map(|group| group.bytes().sent).sum()
     }
 }

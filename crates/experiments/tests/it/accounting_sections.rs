@@ -21,7 +21,8 @@ fn an_experiment_appends_the_records_of_every_section() {
             "accounting-time",
             "long-context",
             "offload-condition",
-            "accounting-scale"
+            "accounting-scale",
+            "accounting-sequence"
         ]
     );
     let off = records.iter().filter(|record| record.metric.name == "error_in_half_units");

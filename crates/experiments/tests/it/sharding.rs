@@ -47,6 +47,39 @@ fn ranks_of_every_stage_send_and_take_what_is_predicted() {
     }
 }
 
+/// Rows that one, two and four ranks divide.
+#[test]
+fn parts_of_rows_take_and_send_what_is_predicted() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut command = crate::program("sharding");
+    let words = "rows --tokens 96 --scale smoke --device cpu --seed 0 --records records.jsonl";
+    let output = command.args(words.split(' ')).current_dir(folder.path()).output().unwrap();
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let text = std::fs::read_to_string(folder.path().join("records.jsonl")).unwrap();
+    let mut checked = [0; 3];
+    for line in text.lines() {
+        let record: Record = serde_json::from_str(line).unwrap();
+        let (value, case) = (record.metric.value.unwrap(), &record.case);
+        match record.metric.name.as_str() {
+            "relative_error" => {
+                checked[0] += 1;
+                assert!(value <= 0.05, "{case:?}: {value}");
+            }
+            "sent_difference_bytes" => {
+                checked[1] += 1;
+                assert_eq!(value, 0.0, "{case:?}");
+            }
+            "loss_difference" => {
+                checked[2] += 1;
+                assert!(value <= 1e-5, "{case:?}: {value}");
+            }
+            _ => {}
+        }
+    }
+    // One process sends nothing.
+    assert_eq!(checked, [6, 4, 6], "{text}");
+}
+
 /// Two machines in one, as far as this process may make them. Headers, acknowledgements and the answers of barriers are on the cable, too.
 #[test]
 fn bytes_between_machines_are_the_predicted_ones() {

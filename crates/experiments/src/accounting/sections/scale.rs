@@ -19,7 +19,8 @@ const SEQUENCE: u64 = 8192;
 /// Bytes per second that a 400 Gb/s link reaches.
 const LINK: f64 = 46e9;
 /// Bytes per second of NVLink within a node of 8 GPUs, and of its eight links to other nodes.
-const H100: Network = Network { node: 8, local: 380e9, between: 8.0 * LINK, latency: 10e-6, direct: false };
+pub(super) const H100: Network =
+    Network { node: 8, local: 380e9, between: 8.0 * LINK, latency: 10e-6, direct: false };
 /// Published tokens per second and GPU of Llama-3.1-8B with FSDP on 8 H100: eager, with torch.compile, and with fp8 products too.
 const CALIBRATION: [(&str, f64); 3] = [("eager", 5762.0), ("torch.compile", 6667.0), ("fp8", 8532.0)];
 /// The share of the forward that selective recomputation runs again: torchtitan keeps the results of every second product.
