@@ -5,7 +5,7 @@ use std::path::Path;
 use crate::output::progress_bar::duration;
 use accounting::quantity::bytes_text;
 use frugal::Config;
-use frugal::config::Task;
+use frugal::config::{Dtype, Task};
 use frugal::loss_log::Losses;
 use frugal::run_folder::{BEST, Outcome, PAGE, SAMPLES, State, TABLE};
 use serde_json::{Value, json};
@@ -118,7 +118,11 @@ pub(crate) fn next_commands(config: &Config, out: &Path, is_chat: bool) -> Vec<S
     } else {
         next.push(format!("frugal generate --model {word} --prompt TEXT"));
     }
-    if config.task == Task::Finetune {
+    if config.model.dtype == Some(Dtype::Gguf) && config.adapter.is_some() {
+        // Beside the base's own file, whose blocks stay as they are.
+        let file = shell_word(&format!("{shown}-lora.gguf"));
+        next.push(format!("frugal export --model {word} --format gguf-lora --out {file}"));
+    } else if config.task == Task::Finetune {
         next.push(format!("frugal export --model {word} --format gguf --type q8_0 --out {file}"));
     }
     next.push(format!("frugal runs show {word}"));
