@@ -36,8 +36,8 @@ Examples:
   frugal launch -n 2 -- train --data corpus.txt --out run --accumulation 4
   frugal launch -n 2 --restarts 3 -- finetune --model model --data my.jsonl --out run --resume
   frugal launch -n 4 -- python train.py
-  frugal launch --nodes 2 --node-rank 0 --master 10.0.0.1 -n 4 -- train --data corpus.txt --out run
-  srun --nodes 2 --ntasks-per-node 1 frugal launch -n 4 -- train --data corpus.txt --out run")]
+  frugal launch --nodes 2 --node-rank 0 --master 10.0.0.1 -n 4 -- train --data corpus.txt --out run --accumulation 8
+  srun --nodes 2 --ntasks-per-node 1 frugal launch -n 4 -- train --data corpus.txt --out run --accumulation 8")]
 pub(crate) struct Launch {
     /// Number of processes on this machine
     #[arg(short = 'n', long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..))]
@@ -100,7 +100,17 @@ pub(crate) fn run(common: &Common, arguments: &Launch) -> anyhow::Result<()> {
              with the training's --resume, or use torchrun, which does"
         );
     }
-    let ranks_of_all = arguments.ranks as usize * machines.as_ref().map_or(1, |machines| machines.count);
+    let machines_of_run = machines.as_ref().map_or(1, |machines| machines.count);
+    let ranks_of_all = arguments.ranks as usize * machines_of_run;
+    if let Some(Machines { count, rank, master: (host, _), .. }) =
+        machines.as_ref().filter(|own| own.rank > 0)
+    {
+        let (first, own) = (rank * usize::from(arguments.ranks), usize::from(arguments.ranks));
+        common.note(&format!(
+            "machine {rank} of {count}: {}; rank 0, which prints the progress and writes the output, is on {host}",
+            if own == 1 { format!("rank {first}") } else { format!("ranks {first} to {}", first + own - 1) }
+        ));
+    }
     for restart_count in 0..=arguments.restarts {
         let (ranks, machines) = (arguments.ranks.into(), machines.clone());
         let options = RanksConfig { ranks, machines, restart_count, run_id: run_id.clone() };
@@ -121,6 +131,10 @@ pub(crate) fn run(common: &Common, arguments: &Launch) -> anyhow::Result<()> {
         let (failure, code) = match progress {
             Progress::Failed { rank, status } => {
                 (format!("rank {rank} of {ranks_of_all} {}", ending(status)), status.code())
+            }
+            // The ranks of a machine that was interrupted end as all do; rank 0 says at which step.
+            Progress::Running | Progress::Done if machines_of_run > 1 && interrupts > 0 => {
+                return Err(Interrupted("interrupted; rank 0 says at which step".to_owned()).into());
             }
             Progress::Running | Progress::Done => return Ok(()),
         };

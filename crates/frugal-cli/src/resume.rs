@@ -38,7 +38,11 @@ pub(crate) fn run(common: &Common, arguments: &Resume) -> anyhow::Result<()> {
             );
         }
         let what = if arguments.folder.is_dir() { "no config.toml in it" } else { "no such folder" };
-        bail!("{}: {what}; give the --out folder of a training", arguments.folder.display());
+        let of_another = match Launch::from_environment()? {
+            Some(launch) if !launch.is_local() => ", copied from machine 0",
+            _ => "",
+        };
+        bail!("{}: {what}; give the --out folder of a training{of_another}", arguments.folder.display());
     }
     if common.flags.has(&["--seed"]) {
         bail!("--seed: a training that is resumed keeps its seed; leave it out, or begin another training");

@@ -4,6 +4,8 @@
 #include "nccl_stand_in.h"
 #include "versions.h"
 
+#include <c10/util/Logging.h>
+
 #define USE_C10D_GLOO
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -92,13 +94,15 @@ c10::intrusive_ptr<c10d::Work> native_work(c10d::Backend& backend, int operation
 
 extern "C" {
 
-rt_status rt_store_connect(const char* host, int port, int server, int listen_fd, int64_t ranks, const char* prefix,
-                           int64_t timeout, rt_store** out) {
+rt_status rt_store_connect(const char* host, int port, int server, int listen_fd, const char* prefix, int64_t timeout,
+                           rt_store** out) {
   return guard([&] {
+    // Reads TORCH_CPP_LOG_LEVEL, as Python's torch does.
+    c10::initLogging();
     c10d::TCPStoreOptions options;
     options.port = static_cast<uint16_t>(port);
     options.isServer = server != 0;
-    options.numWorkers = static_cast<size_t>(ranks);
+    options.waitWorkers = false;
     options.timeout = in_milliseconds(timeout);
     if (listen_fd >= 0) options.masterListenFd = listen_fd;
     auto store = c10::make_intrusive<c10d::TCPStore>(host, options);

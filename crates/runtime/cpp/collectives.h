@@ -15,10 +15,10 @@ struct rt_transfer;
 
 extern "C" {
 // --- the store ---
-// Connects to the store at `host` and `port`, and waits until all `ranks` have. With `server` it is kept in this process, on the
+// Connects to the store at `host` and `port`. With `server` it is kept in this process, on the
 // listening socket `listen_fd`, which is taken, or on a new one where that is negative. Keys are below `prefix`.
-rt_status rt_store_connect(const char* host, int port, int server, int listen_fd, int64_t ranks, const char* prefix,
-                           int64_t timeout, rt_store** out);
+rt_status rt_store_connect(const char* host, int port, int server, int listen_fd, const char* prefix, int64_t timeout,
+                           rt_store** out);
 // `store` is taken.
 void rt_store_free(rt_store* store);
 // `bytes` is borrowed.

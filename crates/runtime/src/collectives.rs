@@ -84,6 +84,7 @@
 //! - **End.** Dropping the last clone of a group waits for its operations. All ranks do so at about the same time.
 
 mod agree;
+mod arrival;
 mod division;
 mod failure;
 mod first_failure;

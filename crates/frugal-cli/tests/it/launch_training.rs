@@ -126,7 +126,7 @@ fn ranks_that_differ_are_told_in_what_before_they_train() {
     );
     check(
         &format!("WORLD_SIZE=$((2 + RANK)) exec $FRUGAL {TRAIN} --out out"),
-        "WORLD_SIZE is 2 on rank 0 and 3 on rank 1; start all ranks with the same",
+        "WORLD_SIZE is 2 on rank 0 and 3 on rank 1; start all ranks with the same: as many on each machine",
     );
     check(
         &format!("export FRUGAL_LISTEN_FD=999; exec $FRUGAL {TRAIN} --out out"),

@@ -190,7 +190,7 @@ pub(super) fn ranks(config: &Config, ranks: usize, device: Device) -> Result<()>
             }
             _ => "at least one batch for each group of ranks that divide a row; give --accumulation",
         };
-        let found = config.training.accumulation.to_string();
+        let found = format!("{} with {ranks} ranks", config.training.accumulation);
         return Err(Error::Value { key: "training.accumulation", found, expected });
     }
     Ok(())

@@ -63,15 +63,23 @@ pub(super) fn named(machines: &[String], rank: usize) -> String {
     machines.get(rank).map_or_else(|| format!("rank {rank}"), |machine| format!("rank {rank} on {machine}"))
 }
 
-/// Returns the message of a barrier, such as `[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier`, with the machines of the ranks in it.
-pub(super) fn with_machines(message: &str, machines: &[String]) -> String {
-    let late = message.split_once("Ranks ").and_then(|(_, rest)| rest.split_once(" failed"));
-    let late = late.into_iter().flat_map(|(ranks, _)| ranks.split(", ")).filter_map(|rank| rank.parse().ok());
-    let late: Vec<String> = late.map(|rank| named(machines, rank)).collect();
-    if machines.is_empty() || late.is_empty() {
-        return message.to_owned();
+/// Returns what a failed barrier means. Rank 0 names the ranks that are missing (`Ranks 1, 3 failed to pass monitoredBarrier in 1000 ms`),
+/// and the others see that rank 0 has given up (`… received errors while waiting for send/recv from rank 0 …`).
+pub(super) fn of_barrier(message: &str, machines: &[String]) -> String {
+    let ranks = |before: &str, after: &str| -> Vec<String> {
+        let ranks = message.split_once(before).and_then(|(_, rest)| rest.split_once(after));
+        let ranks = ranks.into_iter().flat_map(|(ranks, _)| ranks.split(", "));
+        ranks.filter_map(|rank| rank.parse().ok()).map(|rank| named(machines, rank)).collect()
+    };
+    let late = ranks("Ranks ", " failed to pass monitoredBarrier");
+    if !late.is_empty() {
+        return format!("{} did not come, or ended before; see the output there", late.join(", "));
     }
-    format!("{message} ({})", late.join(", "))
+    let first = ranks("send/recv from rank ", ". Please check");
+    match first.first() {
+        Some(first) => format!("{first} gave up, or ended before; see the output there"),
+        None => message.to_owned(),
+    }
 }
 
 /// Returns the message of Gloo without the line of its source, and without its advice.
@@ -139,13 +147,19 @@ mod tests {
     }
 
     #[test]
-    fn the_machines_of_late_ranks_are_named() {
-        let machines: Vec<String> = (0..4).map(|rank| format!("node-{}", rank / 2)).collect();
+    fn a_barrier_names_the_ranks_that_are_missing() {
+        let machines = ["a", "b", "c", "d"].map(str::to_owned);
         let message = "[Rank 0]: Ranks 1, 3 failed to pass monitoredBarrier in 1000 ms";
-        assert_eq!(with_machines(message, &[]), message);
-        let expected = format!("{message} (rank 1 on node-0, rank 3 on node-1)");
-        assert_eq!(with_machines(message, &machines), expected);
-        assert_eq!(with_machines("wait timeout", &machines), "wait timeout");
+        let text = "rank 1 on b, rank 3 on d did not come, or ended before; see the output there";
+        assert_eq!(of_barrier(message, &machines), text);
+        assert_eq!(of_barrier(message, &[]), text.replace(" on b", "").replace(" on d", ""));
+        let message = "Rank 1 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0. Please \
+                       check rank 0 logs for faulty rank.";
+        assert_eq!(
+            of_barrier(message, &machines),
+            "rank 0 on a gave up, or ended before; see the output there"
+        );
+        assert_eq!(of_barrier("another", &machines), "another");
     }
 
     #[test]

@@ -35,10 +35,14 @@ use super::Machines;
 use super::launch::LISTENER;
 use crate::error::{Error, Result};
 use crate::signals::not_ignored;
+#[cfg(target_os = "linux")]
+use crate::sys::collectives::end_with_parent;
 use crate::sys::collectives::inherit;
 
 /// How often processes are asked whether they have ended.
 const PAUSE: Duration = Duration::from_millis(10);
+/// Which of libtorch's C++ messages are printed.
+const LOG_LEVEL: &str = "TORCH_CPP_LOG_LEVEL";
 /// How long the rest of the output may take once a process has ended.
 const FLUSH: Duration = Duration::from_secs(1);
 
@@ -140,6 +144,12 @@ impl Ranks {
             if std::env::var_os("OMP_NUM_THREADS").is_none() {
                 command.env("OMP_NUM_THREADS", threads.to_string());
             }
+            // c10d's warnings are of names of sockets and of attempts that follow one another.
+            if std::env::var_os(LOG_LEVEL).is_none() {
+                command.env(LOG_LEVEL, "ERROR");
+            }
+            #[cfg(target_os = "linux")]
+            end_with_parent(&mut command);
             if let Some(listener) = listener.as_ref().filter(|_| rank == 0) {
                 // By this process alone, whatever other threads start meanwhile.
                 command.env(LISTENER, listener.as_raw_fd().to_string());
@@ -302,7 +312,10 @@ impl<'a> Store<'a> {
         let listen = || {
             let own = (address.as_str(), 0);
             TcpListener::bind(own).map_err(|cause| {
-                no_socket(format!("{address} is no address of this machine, which is the first: {cause}"))
+                no_socket(format!(
+                    "machine 0 has the address {address}, which this one has not ({cause}); give this machine its own number, or correct \
+                     the address"
+                ))
             })?;
             let everywhere =
                 TcpListener::bind(("::", *port)).or_else(|_| TcpListener::bind(("0.0.0.0", *port)));

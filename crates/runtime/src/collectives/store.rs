@@ -3,9 +3,9 @@
 use std::os::fd::IntoRawFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use super::{Launch, machines};
+use super::{Launch, arrival, machines};
 use crate::error::{Error, Result};
 use crate::sys::{collectives as sys, sockets};
 
@@ -41,6 +41,10 @@ impl Store {
     /// A second store in the process to which `frugal launch` gave the listening socket.
     pub fn connect(launch: &Launch, timeout: Duration) -> Result<Self> {
         let server = !launch.agent_store && launch.rank == 0;
+        let until = Instant::now() + timeout;
+        if !server && !launch.is_local() {
+            arrival::reach(launch, timeout)?;
+        }
         let listener = if server { launch.listener } else { None };
         if listener.is_some() && LISTENER_TAKEN.swap(true, Ordering::SeqCst) {
             return Err(Error::invalid(
@@ -54,7 +58,13 @@ impl Store {
                           pass file descriptors on (in Python, `close_fds=False`)";
             return Err(Error::invalid("store", reason));
         }
-        let connected = Self::connect_to(launch, server, listener, timeout);
+        let connected = Self::connect_to(launch, server, listener, timeout).and_then(|connection| {
+            let launch = Arc::new(launch.clone());
+            let store = Self { connection: Arc::new(connection), launch, machines: Arc::default() };
+            store.end_when_silent(timeout)?;
+            arrival::meet(&store, until, timeout)?;
+            Ok(store)
+        });
         if let Some(descriptor) = listener {
             match &connected {
                 // Else the port would outlive the store.
@@ -62,22 +72,12 @@ impl Store {
                 Err(_) => LISTENER_TAKEN.store(false, Ordering::SeqCst),
             }
         }
-        let connection = connected.map_err(|cause| {
-            let Launch { rank, world_size, master_address, master_port, .. } = launch;
-            let reason = format!(
-                "rank {rank} of {world_size}: no connection to all ranks at {master_address}:{master_port}: {cause}"
-            );
-            Error::invalid("store", reason)
-        })?;
-        let launch = Arc::new(launch.clone());
-        let mut store = Self { connection: Arc::new(connection), launch, machines: Arc::default() };
-        store.end_when_silent(timeout)?;
-        store.compare_world_size(timeout)?;
+        let mut store = connected?;
         store.machines = machines::names(&store, timeout)?;
         Ok(store)
     }
 
-    /// Connects once. The store gets a duplicate of the listening socket, and closes that if not all ranks come.
+    /// Connects once. The store gets a duplicate of the listening socket.
     fn connect_to(
         launch: &Launch,
         server: bool,
@@ -92,24 +92,13 @@ impl Store {
         let address =
             sys::Address { host: &launch.master_address, port: launch.master_port, server, listener };
         let prefix = format!("frugal/{}/{}", launch.run_id, launch.restart_count);
-        sys::Store::connect(&address, launch.world_size, &prefix, timeout)
-    }
-
-    /// Refuses a number of ranks that is not rank 0's: the ranks would wait for some that never come.
-    fn compare_world_size(&self, timeout: Duration) -> Result<()> {
-        const KEY: &str = "world size";
-        let Launch { rank, world_size, .. } = *self.launch;
-        if rank == 0 {
-            return self.set(KEY, world_size.to_string().as_bytes());
-        }
-        let of_first = String::from_utf8_lossy(&self.get(KEY, timeout)?).into_owned();
-        if of_first != world_size.to_string() {
+        sys::Store::connect(&address, &prefix, timeout).map_err(|cause| {
+            let Launch { rank, world_size, master_address, master_port, .. } = launch;
             let reason = format!(
-                "WORLD_SIZE is {of_first} on rank 0 and {world_size} on rank {rank}; start all ranks with the same"
+                "rank {rank} of {world_size}: no connection to rank 0 at {master_address}:{master_port}: {cause}"
             );
-            return Err(Error::invalid("store", reason));
-        }
-        Ok(())
+            Error::invalid("store", reason)
+        })
     }
 
     /// Lets connections to other machines end when these are gone, after [`SILENCE`] or `timeout`.

@@ -3,7 +3,7 @@
 use tch::Tensor;
 
 use super::Division;
-use super::failure::with_machines;
+use super::failure::of_barrier;
 use super::group::Group;
 use super::operands::{byte_count, overlap, part};
 use super::operation_log::Progress;
@@ -228,7 +228,7 @@ impl Group {
     pub(super) fn arrive(&self, operation: &Operation) -> Result<()> {
         let Some(backend) = &self.0.backend else { return Ok(()) };
         backend.monitored_barrier(self.timeout()).map_err(|cause| {
-            let cause = with_machines(&cause.to_string(), &self.machines());
+            let cause = of_barrier(&cause.to_string(), &self.machines());
             self.fail(operation, None, &cause)
         })
     }

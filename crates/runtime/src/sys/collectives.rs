@@ -23,7 +23,6 @@ unsafe extern "C" {
         port: c_int,
         server: c_int,
         listen_fd: c_int,
-        ranks: i64,
         prefix: *const c_char,
         timeout: i64,
         out: *mut *mut Opaque,
@@ -147,6 +146,18 @@ pub(crate) fn inherit(command: &mut std::process::Command, socket: &impl std::os
     unsafe { command.pre_exec(before_exec) };
 }
 
+/// Lets the process that `command` starts be asked to end when this one, or the thread that starts it, ends in whatever way.
+#[cfg(target_os = "linux")]
+pub(crate) fn end_with_parent(command: &mut std::process::Command) {
+    use std::os::unix::process::CommandExt;
+
+    use rustix::process::{Signal, set_parent_process_death_signal};
+
+    let before_exec = || Ok(set_parent_process_death_signal(Some(Signal::TERM))?);
+    // SAFETY: one system call, which may be made between fork and exec.
+    unsafe { command.pre_exec(before_exec) };
+}
+
 /// Closes a socket that this process inherited.
 #[cfg(any(target_os = "linux", target_os = "macos"))]
 pub(crate) fn close(descriptor: i32) {
@@ -169,30 +180,15 @@ pub(crate) struct Address<'a> {
 
 impl Store {
     /// Waits until all `ranks` have connected.
-    pub(crate) fn connect(
-        address: &Address<'_>,
-        ranks: usize,
-        prefix: &str,
-        timeout: Duration,
-    ) -> Result<Self> {
+    pub(crate) fn connect(address: &Address<'_>, prefix: &str, timeout: Duration) -> Result<Self> {
         let (host, prefix) = (text(address.host)?, text(prefix)?);
         let mut store = null_mut();
         let (server, listener) = (c_int::from(address.server), address.listener.unwrap_or(-1));
-        let ranks = i64::from(index(ranks));
         let (port, timeout) = (c_int::from(address.port), milliseconds(timeout));
         // SAFETY: the texts and the out-parameter are valid during the call. The socket is this process's to give, as the caller
         // has made sure; where it is no socket, the store refuses it.
         let status = unsafe {
-            rt_store_connect(
-                host.as_ptr(),
-                port,
-                server,
-                listener,
-                ranks,
-                prefix.as_ptr(),
-                timeout,
-                &mut store,
-            )
+            rt_store_connect(host.as_ptr(), port, server, listener, prefix.as_ptr(), timeout, &mut store)
         };
         // SAFETY: the status is fresh.
         unsafe { check(status) }?;
