@@ -15,7 +15,7 @@ pub(crate) struct RowsArgs {
     /// Ranks that divide each row
     #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4])]
     ranks: Vec<usize>,
-    /// Tokens of a row: 4096 and 16384 if missing, 32 at scale smoke
+    /// Tokens of a row [default: 32 at scale smoke, 1024 at laptop, 4096 and 16384 at full]
     #[arg(long, value_delimiter = ',')]
     tokens: Vec<i64>,
 }

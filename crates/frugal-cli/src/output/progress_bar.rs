@@ -1,12 +1,15 @@
 //! A training's progress bar (loss, tokens per second, time left, memory), with notes and warnings above it.
 
+use std::time::{Duration, Instant};
+
 use report::Progress;
 use tch::Device;
 use training::Result;
 use training::evaluation::Evaluation;
 use training::observer::{Observer, StepRecord};
 
-/// A bar on standard error, if that is a terminal or `cargo xtask run-all` reads it. Notes and warnings go there in any case.
+/// A bar on standard error, if that is a terminal or `cargo xtask run-all` reads it; otherwise a line each minute. Notes and warnings go there
+/// in any case.
 #[derive(Debug)]
 pub(crate) struct Display {
     progress: Progress,
@@ -23,7 +26,12 @@ pub(crate) struct Display {
     seconds: f64,
     /// The text of the bar.
     line: String,
+    /// When a line was last printed in place of the bar.
+    printed: Instant,
 }
+
+/// Time between lines where there is no bar.
+const BETWEEN_LINES: Duration = Duration::from_secs(60);
 
 /// Weight of the latest step in the rate that is shown.
 const SMOOTHING: f64 = 0.1;
@@ -42,6 +50,7 @@ impl Display {
             steps,
             seconds: 0.0,
             line: String::new(),
+            printed: Instant::now(),
         }
     }
 
@@ -110,6 +119,10 @@ impl Observer for Display {
         self.advance(record.step);
         self.line = self.line(record);
         self.progress.message(&self.line);
+        if !self.is_seen() && self.printed.elapsed() >= BETWEEN_LINES {
+            self.progress.print(&format!("step {} of {}: {}\n", record.step, self.steps, self.line));
+            self.printed = Instant::now();
+        }
         Ok(())
     }
 
