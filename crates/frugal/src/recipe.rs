@@ -42,6 +42,7 @@
 mod checks;
 mod kept_layers;
 mod new_rows;
+mod options;
 mod pairs;
 mod prepared;
 
@@ -54,9 +55,9 @@ use models::hugging_face::Folder;
 use models::init::Init;
 use models::module::{self, Block, LanguageModel, Module, ModuleMapper};
 use models::{DecoderConfig, Llama};
-use offload::{ExpertConfig, Method, Offload, StreamedExperts, Tier};
+use offload::{Offload, StreamedExperts};
 use runtime::collectives::Group;
-use sharding::{FrozenWeights, Mesh, Reduction, Shards};
+use sharding::{Mesh, Shards};
 use swiglu_ckpt::CheckpointLevel;
 use tch::{Device, Kind};
 use training::activations::{self, Activations, LayerPlan};
@@ -66,10 +67,7 @@ use training::scaler::{GradScaler, NoScaler};
 pub use new_rows::{NewRow, NewRows};
 pub use prepared::{ActivationChoice, Handles, Prepared};
 
-use crate::config::{
-    ActivationPlan, Compute, Config, ExpertsConfig, FrozenPlace, LossConfig, LossHeadKind, OffloadConfig,
-    OffloadMethod, OffloadTier, Recomputed, ReductionOrder, ScalerConfig,
-};
+use crate::config::{ActivationPlan, Compute, Config, FrozenPlace, LossConfig, LossHeadKind, ScalerConfig};
 use crate::error::{Error, Result};
 
 /// A configuration whose techniques go together.
@@ -447,65 +445,4 @@ fn count_blocks(model: &mut dyn Module) -> Result<usize> {
     let mut count = Count(0);
     module::map_modules(model, &mut count)?;
     Ok(count.0)
-}
-
-impl Recomputed {
-    /// Returns the plan of a layer.
-    pub fn layer_plan(self) -> LayerPlan {
-        match self {
-            Self::Layer => LayerPlan::RecomputeAll,
-            Self::Elementwise => LayerPlan::RecomputeElementwise,
-            Self::Mlp => LayerPlan::RecomputeMlp,
-            Self::Attention => LayerPlan::RecomputeAttention,
-            Self::Offload => LayerPlan::Offload,
-        }
-    }
-}
-
-impl From<FrozenPlace> for FrozenWeights {
-    fn from(place: FrozenPlace) -> Self {
-        match place {
-            FrozenPlace::Whole => Self::Whole,
-            FrozenPlace::Sharded => Self::Sharded,
-        }
-    }
-}
-
-impl From<ReductionOrder> for Reduction {
-    fn from(order: ReductionOrder) -> Self {
-        match order {
-            ReductionOrder::Ordered => Self::Ordered,
-            ReductionOrder::Native => Self::Native,
-        }
-    }
-}
-
-impl ExpertsConfig {
-    /// Returns the options of `offload`.
-    pub fn options(&self) -> ExpertConfig {
-        ExpertConfig { cache: self.cache.0, folder: self.folder.clone().unwrap_or_else(std::env::temp_dir) }
-    }
-}
-
-impl OffloadConfig {
-    /// Returns the options of `offload`, for layers that run on `device` and keep their inputs.
-    pub fn options(&self, device: Device) -> offload::OffloadConfig {
-        offload::OffloadConfig {
-            device,
-            method: match self.method {
-                OffloadMethod::OneLayer => Method::OneLayer,
-                OffloadMethod::Checkpointing => Method::Checkpointing,
-                OffloadMethod::Function => Method::Function,
-                OffloadMethod::Overlap => Method::Overlap,
-            },
-            tier: match self.tier {
-                OffloadTier::Host => Tier::Host,
-                OffloadTier::File => Tier::File(self.folder.clone().unwrap_or_else(std::env::temp_dir)),
-            },
-            ring: self.ring,
-            resident: self.resident.clone(),
-            pinned: self.pinned,
-            ..offload::OffloadConfig::default()
-        }
-    }
 }

@@ -15,7 +15,7 @@ pub(crate) struct RowsArgs {
     /// Ranks that divide each row
     #[arg(long, value_delimiter = ',', default_values_t = [1, 2, 4])]
     ranks: Vec<usize>,
-    /// Tokens of a row [default: 32 at scale smoke, 1024 at laptop, 4096 and 16384 at full]
+    /// Tokens of a row [default: 32 at scale smoke, 1024 and 4096 at full]
     #[arg(long, value_delimiter = ',')]
     tokens: Vec<i64>,
 }
@@ -24,7 +24,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &RowsArgs) -> anyhow::Result<()>
     let (sizes, steps, usual): (_, _, &[i64]) = bench.sized([
         (Sizes::TINY, 1, &[32]),
         (Sizes::SMALL, 3, &[1024]),
-        (Sizes::LARGE, 3, &[4096, 16384]),
+        (Sizes::SMALL, 3, &[1024, 4096]),
         (Sizes::LARGE, 3, &[4096, 16384]),
     ]);
     let lengths = if arguments.tokens.is_empty() { usual } else { &arguments.tokens };
