@@ -20,6 +20,7 @@ const TRAINING: Context<'_> = Context {
     accuracy: false,
     labelled_tokens: None,
     balance: None,
+    sequence: None,
 };
 
 fn linear(inner: i64, out: i64, bias: bool, generator: &mut Generator, options: (Kind, Device)) -> Linear {

@@ -23,6 +23,7 @@ const TRAINING: Context<'_> = Context {
     accuracy: false,
     labelled_tokens: None,
     balance: None,
+    sequence: None,
 };
 
 struct Case {

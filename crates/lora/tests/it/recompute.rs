@@ -22,6 +22,7 @@ const TRAINING: Context<'_> = Context {
     accuracy: false,
     labelled_tokens: None,
     balance: None,
+    sequence: None,
 };
 
 fn layer(dora: bool, options: (Kind, Device)) -> LoraLinear {
