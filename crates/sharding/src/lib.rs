@@ -55,7 +55,7 @@
 //! # Rows that ranks divide
 //!
 //! [`Mesh::with_sequence`] lets C consecutive ranks take one micro-batch, each its part of every row
-//! ([sequence parallelism](models::sequence_parallel)), for rows whose activations one rank cannot hold. What is divided of the model stays as
+//! ([sequence parallelism](training::ranks)), for rows whose activations one rank cannot hold. What is divided of the model stays as
 //! it is; a round is one micro-batch of each group of C ranks, and their gradients are summed in the order of ranks.
 //!
 //! # GPUs

@@ -85,7 +85,7 @@ impl Mesh {
         Ok(Self { ranks: control.clone().into(), ..Self::new(devices, replicas)? })
     }
 
-    /// Divides each row among `ranks` consecutive ranks ([sequence parallelism](models::sequence_parallel)), which take one micro-batch.
+    /// Divides each row among `ranks` consecutive ranks ([sequence parallelism](training::ranks)), which take one micro-batch.
     /// What is divided of the parameters stays as it is. All ranks call it, once for a mesh.
     ///
     /// # Errors
