@@ -336,7 +336,7 @@ fn a_plan_over_ranks(session: &Session) {
           working memory                                3.07 GiB
         sent by a rank                                  37.9 GiB
         waits for other ranks                           41.9 ms
-        to run it                                       another program: the ranks of this one are connected over CPUs (groups over NCCL have never run on a GPU), so this is a prediction of the method
+        to run it                                       ranks on GPUs have never run, so this is a prediction of the method; FRUGAL_TRY_NCCL=1 before `frugal launch` tries it
     "#]].assert_eq(&plan(session, &flags));
     let text = plan(session, &[&flags[..], &["--json"]].concat());
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();
