@@ -16,8 +16,9 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 use testing::ranks::Ranks;
 
-use crate::pairs::{Outcome, ROWS, Rounding, broken, run_over};
+use crate::pairs::{Outcome, Rounding, broken, run_over};
 use crate::techniques::{Family, Promise, TECHNIQUES, Technique};
+use crate::techniques_over_ranks::DIVIDED as STAGES;
 
 const VOCABULARY: i64 = 40;
 /// Tokens of a row, which two and four ranks divide.
@@ -183,29 +184,9 @@ fn every_family_computes_the_hidden_states_of_one_process() {
     Ranks::new("sequence_over_ranks::a_rank_of_each_family", 4).run(&[2, 4]);
 }
 
-/// Two ranks for each row. Four ranks then compute two micro-batches at a time.
-const STAGES: [Technique; 2] = [
-    Technique {
-        name: "stage 2",
-        group: "accumulation",
-        promise: Promise::Nothing,
-        set: |config, _| {
-            (config.training.batch, config.training.accumulation) = (ROWS / 2, 2);
-            config.optimizer.zero_stage = 2;
-        },
-    },
-    Technique {
-        name: "stage 3",
-        group: "accumulation",
-        promise: Promise::Nothing,
-        set: |config, _| {
-            (config.training.batch, config.training.accumulation) = (ROWS / 2, 2);
-            config.optimizer.zero_stage = 3;
-        },
-    },
-];
 /// A stage and a family.
 const CROSSED: [(usize, Family); 3] = [(0, Family::Llama), (0, Family::Gpt2), (1, Family::Llama)];
+/// Two ranks for each row. Four ranks then compute two micro-batches at a time.
 const DIVIDED: Technique = Technique {
     name: "rows divided among two ranks",
     group: "sequence",
