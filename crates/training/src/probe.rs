@@ -88,7 +88,7 @@ impl StepProbe {
     }
 }
 
-/// Returns the work of whole rows, of which `own` is this rank's part.
+/// Returns the FLOPs of whole rows: the sum over the ranks that divide them. `own` are this rank's.
 fn of_all_parts(own: Flops, ranks: Option<&Ranks>) -> Result<Flops> {
     let Some(ranks) = ranks.filter(|ranks| ranks.sequence().is_some()) else { return Ok(own) };
     let sums = Tensor::f_from_slice(&[own.dense.cast_signed(), own.causal.cast_signed()])?;

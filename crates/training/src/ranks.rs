@@ -30,8 +30,8 @@ impl From<Group> for Ranks {
 }
 
 impl Ranks {
-    /// Creates ranks of which those of `sequence` divide each row: this rank and its neighbours in `all`. `sequence` is where the parameters
-    /// are.
+    /// Creates ranks that divide each row within `sequence`: a group of consecutive ranks of `all`, this one among them, whose tensors are where
+    /// the parameters are.
     ///
     /// # Errors
     /// A group of other ranks.
