@@ -28,10 +28,7 @@ use crate::{Decoder, Dtype, Error};
 /// # Ok::<(), accounting::Error>(())
 /// ```
 pub fn sent_key_heads(heads: u64, kv_heads: u64, ranks: u64) -> Result<u64, Error> {
-    let mut multiples = (1..=heads / kv_heads.max(1)).map(|copies| kv_heads * copies);
-    let fitting =
-        multiples.find(|sent| ranks > 0 && sent.is_multiple_of(ranks) && heads.is_multiple_of(*sent));
-    fitting.ok_or_else(|| Error::Shape {
+    decoder::sent_key_heads(heads, kv_heads, ranks).ok_or_else(|| Error::Shape {
         what: format!("{ranks} ranks do not divide {heads} attention heads"),
         remedy: format!("divide each row among a divisor of {heads} ranks"),
     })

@@ -31,6 +31,7 @@ mod error;
 mod family;
 mod presets;
 pub mod rope;
+mod sent_heads;
 mod shapes;
 mod sizes;
 pub mod strict_json;
@@ -43,6 +44,7 @@ pub use config::{
 pub use error::{Error, Result};
 pub use family::{AttentionBias, Facts, Family, NormPlacement, QueryKeyNorm, WindowRule, Windows};
 pub use presets::{PRESETS, Preset};
+pub use sent_heads::sent_key_heads;
 pub use shapes::{EMBEDDING, LM_HEAD};
 pub use sizes::{ExpertSizes, Gemma4Sizes, LinearSizes, Sizes, WindowedLayers};
 pub use tensors::{

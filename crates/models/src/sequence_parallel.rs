@@ -141,14 +141,14 @@ pub(crate) fn attention_within(
     }
 }
 
-/// Returns how many key heads are sent: the least multiple of `kv_heads` that `ranks` divides and that divides `heads`.
+/// Returns how many key heads are sent.
 ///
 /// # Errors
 /// `ranks` does not divide `heads`.
 fn sent_key_heads(heads: i64, kv_heads: i64, ranks: i64) -> Result<i64> {
-    let multiples = (1..=heads / kv_heads).map(|copies| kv_heads * copies);
-    let mut fitting = multiples.filter(|sent| sent % ranks == 0 && heads % sent == 0);
-    fitting.next().ok_or_else(|| {
+    let [all, of_keys, parts] = [heads, kv_heads, ranks].map(i64::unsigned_abs);
+    let sent = decoder::sent_key_heads(all, of_keys, parts).map(u64::cast_signed);
+    sent.ok_or_else(|| {
         let reason = format!(
             "{ranks} ranks do not divide {heads} heads; divide rows among a divisor of {heads} ranks"
         );
@@ -228,21 +228,5 @@ impl Function for Exchange {
         let exchange =
             |gradient: Tensor| self.run(self.direction.opposite(), &gradient, "backward of attention");
         gradients.into_iter().map(|gradient| gradient.map(exchange).transpose()).collect()
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::sent_key_heads;
-
-    #[test]
-    fn key_heads_are_sent_as_often_as_ranks_need_them() {
-        let sent = |heads, kv_heads, ranks| sent_key_heads(heads, kv_heads, ranks).ok();
-        assert_eq!(sent(14, 2, 2), Some(2));
-        assert_eq!(sent(14, 2, 7), Some(14));
-        assert_eq!(sent(32, 8, 16), Some(16));
-        assert_eq!(sent(32, 8, 64), None);
-        assert_eq!(sent(12, 4, 6), Some(12));
-        assert_eq!(sent(8, 1, 4), Some(4));
     }
 }
