@@ -127,7 +127,7 @@ impl ShardedOptimizer {
             }
             None => inner,
         };
-        let round = Arc::new(Mutex::new(Round::new(buckets, names.len(), &mesh, options.reduction)?));
+        let round = Arc::new(Mutex::new(Round::new(buckets, names.len(), &mesh, &options)?));
         let hooks = match options.stage {
             Stage::One => Vec::new(),
             Stage::Two | Stage::Three => hooks(&round)?,
@@ -162,8 +162,9 @@ impl ShardedOptimizer {
                 if member.tensor.f_grad()?.defined() {
                     return Err(refused(format!(
                         "the gradient of `{}` was added to after its bucket was reduced, because this step's graph uses it more \
-                         often than the first step's; take Stage::One",
-                        self.names[member.parameter]
+                         often than {}; take Stage::One",
+                        self.names[member.parameter],
+                        if self.options.one_addition { "once" } else { "the first step's" }
                     )));
                 }
             }

@@ -11,6 +11,7 @@ use tch::{Device, Tensor};
 
 use crate::bucket::{Bucket, narrow};
 use crate::mesh::{Mesh, Reduction, Terms};
+use crate::optimizer::ShardingConfig;
 use crate::sums::{self, Sums};
 use crate::{Result, refused};
 
@@ -20,9 +21,9 @@ const MAX_IN_FLIGHT: usize = 1;
 /// The gradients of a bucket that have arrived in this round.
 #[derive(Debug)]
 enum Arrived {
-    /// Gradients of its parameters, in their `grad`. How often a backward adds to them is learned from this rank's first round, which is
-    /// reduced at its end: it adds once for each recomputed segment that uses a parameter.
-    Parameters { additions: usize, expected: Option<usize> },
+    /// Gradients of its parameters, in their `grad`. How often a backward adds to them is learned from this rank's first round: it adds once
+    /// for each recomputed segment that uses a parameter. Where nothing is expected before, that round is reduced at its end.
+    Parameters { additions: usize, expected: Option<usize>, learned: bool },
     /// Gradients of a layer's region, which says itself when they are complete.
     Layer { gradients: OfLayer, complete: bool },
 }
@@ -72,16 +73,19 @@ impl OfLayer {
 }
 
 impl Arrived {
-    fn of(bucket: &Bucket) -> Self {
+    fn of(bucket: &Bucket, one_addition: bool) -> Self {
         match bucket.is_layer {
             true => Self::Layer { gradients: OfLayer::of(bucket), complete: false },
-            false => Self::Parameters { additions: 0, expected: None },
+            false => {
+                let expected = one_addition.then_some(bucket.members.len());
+                Self::Parameters { additions: 0, expected, learned: false }
+            }
         }
     }
 
     fn are_complete(&self) -> bool {
         match *self {
-            Self::Parameters { additions, expected } => {
+            Self::Parameters { additions, expected, .. } => {
                 expected.is_some_and(|expected| additions >= expected.max(1))
             }
             Self::Layer { complete, .. } => complete,
@@ -91,8 +95,10 @@ impl Arrived {
     /// Ends a round; `learn` takes its additions for those of every later one.
     fn end(&mut self, learn: bool) {
         match self {
-            Self::Parameters { additions, expected } => {
-                *expected = expected.or(learn.then_some(*additions));
+            Self::Parameters { additions, expected, learned } => {
+                if learn && !*learned {
+                    (*expected, *learned) = (Some(*additions), true);
+                }
                 *additions = 0;
             }
             Self::Layer { gradients, complete } => {
@@ -193,18 +199,18 @@ impl Round {
         buckets: Vec<Bucket>,
         parameters: usize,
         mesh: &Mesh,
-        reduction: Reduction,
+        options: &ShardingConfig,
     ) -> Result<Self> {
         let reductions = Reductions {
             mesh: mesh.clone(),
-            reduction,
+            reduction: options.reduction,
             worker: Stream::new(mesh.device())?,
             on_their_way: Arc::default(),
             in_flight: VecDeque::new(),
             begun: 0,
         };
         Ok(Self {
-            arrived: buckets.iter().map(Arrived::of).collect(),
+            arrived: buckets.iter().map(|bucket| Arrived::of(bucket, options.one_addition)).collect(),
             buckets,
             open: true,
             idle: false,
@@ -363,9 +369,13 @@ mod tests {
     #[test]
     fn layers_are_reduced_from_the_last_to_the_first_also_without_gradients() {
         let mesh = Mesh::from(&Group::alone());
-        let mut round =
-            Round::new(vec![region([0, 1], &mesh), region([2, 3], &mesh)], 4, &mesh, Reduction::Ordered)
-                .unwrap();
+        let mut round = Round::new(
+            vec![region([0, 1], &mesh), region([2, 3], &mesh)],
+            4,
+            &mesh,
+            &ShardingConfig::default(),
+        )
+        .unwrap();
         let ones = || Tensor::ones([2], (Kind::Float, Device::Cpu));
         let sums = |round: &Round| {
             let flat = Tensor::zeros([8], (Kind::Float, Device::Cpu));
@@ -396,5 +406,27 @@ mod tests {
         round.end().unwrap();
         assert_eq!(sums(&round), [2.0, 2.0, 1.0, 1.0, 0.0, 0.0, 2.0, 2.0]);
         assert_eq!(round.seen, [true, true, false, true]);
+    }
+
+    #[test]
+    fn a_first_backward_reduces_where_the_number_of_additions_is_known() {
+        let mesh = Mesh::from(&Group::alone());
+        for one_addition in [false, true] {
+            let tensor = || Tensor::ones([2], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+            let tensors = [tensor(), tensor()];
+            let members: Vec<(usize, &str, &Tensor)> =
+                tensors.iter().enumerate().map(|(number, tensor)| (number, "weight", tensor)).collect();
+            let bucket = Bucket::new(&members, &mesh).unwrap();
+            let options = ShardingConfig { one_addition, ..ShardingConfig::default() };
+            let mut round = Round::new(vec![bucket], 2, &mesh, &options).unwrap();
+            for number in 0..2 {
+                tensors.iter().for_each(|tensor| tensor.sum(Kind::Float).backward());
+                round.count(0).unwrap();
+                assert_eq!(round.reductions.begun, 0);
+                round.count(0).unwrap();
+                assert_eq!(round.reductions.begun, usize::from(one_addition || number > 0));
+                round.end().unwrap();
+            }
+        }
     }
 }

@@ -41,6 +41,9 @@ pub struct ShardingConfig {
     pub order: Vec<String>,
     /// The layers of [`Stage::Three`], divided before.
     pub shards: Option<Shards>,
+    /// Whether a backward adds to each parameter once, because no two recomputed segments use one parameter: then buckets are reduced and
+    /// freed from the first backward on, which otherwise counts the additions first.
+    pub one_addition: bool,
 }
 
 impl Default for ShardingConfig {
@@ -53,6 +56,7 @@ impl Default for ShardingConfig {
             bucket_bytes: 16 << 20,
             order: Vec::new(),
             shards: None,
+            one_addition: false,
         }
     }
 }

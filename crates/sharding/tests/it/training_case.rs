@@ -146,6 +146,7 @@ impl Case {
             stochastic_rounding: self.stochastic_rounding,
             bucket_bytes: self.bucket_bytes,
             order,
+            one_addition: false,
             shards: None,
         };
         let mesh = trainings::mesh(ranks, self.replicas, self.place).unwrap();
