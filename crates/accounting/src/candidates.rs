@@ -17,6 +17,9 @@
 //! weights ([`sizes::update_bytes`]). And on a CPU memory of the host is that of the device. Pages of files are not counted: the system
 //! drops them when memory is short.
 //!
+//! Over ranks ([`Ranks`]) a batch is one rank's, a round of the step; the ranks divide the batches of a step among them, and the stages of ZeRO are
+//! candidates too. Their gradients have the same bits.
+//!
 //! Seconds are FLOPs and bytes by rates, for a batch of mean size. On a CPU transfers and updates take turns with products, which use all
 //! its cores. A recomputation that repeats no product is bound by memory: it reads
 //! and writes the tensors of norms, rotary embedding, SiLU and sums once.
@@ -42,16 +45,19 @@ mod activations;
 mod captured;
 mod evaluate;
 mod name;
+mod ranks;
 mod search;
 
 use crate::Decoder;
 use crate::activation_plan::LayerPlan;
 use crate::decoder_flops::Workload;
 use crate::lora::LowRank;
+use crate::memory::zero::ZeroStage;
 use crate::offload::sizes::Choices;
 use crate::offload::{Footprint, OptimizerPlace, Rates};
 
 pub use captured::CapturedMemory;
+pub use ranks::Ranks;
 pub use search::{Allowed, Layers, OffloadedLayers, SearchResult};
 
 #[cfg(doc)]
@@ -93,6 +99,8 @@ pub struct Job {
     pub file_optimizer: f64,
     /// Whether the device is the host's processor.
     pub on_cpu: bool,
+    /// The ranks that run a step together, of which the device is one; `None` for one process.
+    pub ranks: Option<Ranks>,
 }
 
 impl Job {
@@ -112,6 +120,7 @@ impl Job {
             file_load: rates.load,
             file_optimizer: rates.host_optimizer,
             on_cpu: false,
+            ranks: None,
         }
     }
 }
@@ -154,6 +163,8 @@ pub struct Candidate {
     pub placement: Placement,
     /// Rows of a pass; `None` for those of a batch.
     pub rows: Option<u64>,
+    /// What ranks divide; `None` for one process.
+    pub stage: Option<ZeroStage>,
     /// Bytes on the device at the peak; on a CPU with those of the host.
     pub peak: Footprint,
     /// The number of the batch in [`Job::largest`] with the peak.

@@ -124,9 +124,26 @@ pub struct Work {
     pub outside_weights: f64,
     /// Bytes of their gradients.
     pub outside_gradients: f64,
-    /// The ranks that divide each row, the bytes that a rank sends them in one pass of a layer, and passes of a step: forward, backward, and
-    /// recomputation.
-    pub sequence: (u64, f64, u64),
+    /// What ranks send each other that divide rows.
+    pub exchange: Exchange,
+}
+
+/// The all-to-alls of ranks that divide each row.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Exchange {
+    /// The ranks that divide a row.
+    pub ranks: u64,
+    /// Bytes that a rank sends in one pass of a layer.
+    pub bytes: f64,
+    /// Passes of a layer in a step: forward, backward, and recomputation in layers that run again.
+    pub passes: f64,
+}
+
+impl Default for Exchange {
+    /// Whole rows.
+    fn default() -> Self {
+        Self { ranks: 1, bytes: 0.0, passes: 0.0 }
+    }
 }
 
 /// Seconds of a step.
@@ -232,7 +249,7 @@ impl Step {
 }
 
 /// All-to-alls of a layer's pass.
-const EXCHANGES: u64 = 4;
+const EXCHANGES: f64 = 4.0;
 
 /// Returns the seconds of a step.
 pub fn step(work: &Work, division: Division, network: &Network) -> Step {
@@ -251,11 +268,11 @@ pub fn step(work: &Work, division: Division, network: &Network) -> Step {
     };
     let compute = layers * (work.forward + work.backward) + work.outside + work.optimizer;
     let mut step = Step { compute, ..Step::default() };
-    let (ranks, bytes, passes) = work.sequence;
+    let Exchange { ranks, bytes, passes } = work.exchange;
     // Queries, keys and values come one after the other, and the output.
     let [of_bytes, latency] = network.all_to_all(bytes, ranks);
-    step.exchange = layers * passes as f64 * of_bytes;
-    step.latency = layers * (passes * EXCHANGES) as f64 * latency;
+    step.exchange = layers * passes * of_bytes;
+    step.latency = layers * passes * EXCHANGES * latency;
     let (gather, reduce, replica) = (over(work.weights), over(work.gradients), across(work.gradients));
     let (outside_gather, outside_reduce) = (over(work.outside_weights), over(work.outside_gradients));
     let outside_replica = across(work.outside_gradients);

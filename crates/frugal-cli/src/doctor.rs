@@ -65,8 +65,8 @@ pub(crate) fn run(common: &Common, arguments: &Doctor) -> anyhow::Result<()> {
         let captured = captured(device);
         show(&format!("captured steps on {flag}"), captured.clone(), json!(captured));
         let known = match (arguments.measure, arguments.fast) {
-            (true, _) => Some(KnownRates::measure(device, Kind::Float)?),
-            (false, true) => KnownRates::kept(device, Kind::Float),
+            (true, _) => Some(KnownRates::measure(device, Kind::Float, 1)?),
+            (false, true) => KnownRates::kept(device, Kind::Float, 1),
             (false, false) => Some(KnownRates::get(device, Kind::Float)?),
         };
         if let Some(known) = known {

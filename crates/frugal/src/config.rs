@@ -49,6 +49,7 @@ mod set;
 mod techniques;
 mod training;
 mod written;
+mod zero_stage;
 
 use std::path::Path;
 use std::str::FromStr;
@@ -74,6 +75,7 @@ pub use techniques::{
     OffloadConfig, OffloadMethod, OffloadTier, PrecisionConfig, Recomputed, ScalerConfig,
 };
 pub use training::{CaptureMode, TrainingConfig};
+pub use zero_stage::ZeroStage;
 
 use crate::error::{Error, Result};
 

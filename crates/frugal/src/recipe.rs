@@ -64,10 +64,13 @@ use training::activations::{self, Activations, LayerPlan};
 use training::layer_source::{LayerSource, set_placeholder};
 use training::scaler::{GradScaler, NoScaler};
 
+pub(crate) use checks::stages;
 pub use new_rows::{NewRow, NewRows};
 pub use prepared::{ActivationChoice, Handles, Prepared};
 
-use crate::config::{ActivationPlan, Compute, Config, FrozenPlace, LossConfig, LossHeadKind, ScalerConfig};
+use crate::config::{
+    ActivationPlan, Compute, Config, FrozenPlace, LossConfig, LossHeadKind, ScalerConfig, ZeroStage,
+};
 use crate::error::{Error, Result};
 
 /// A configuration whose techniques go together.
@@ -104,13 +107,17 @@ impl Recipe {
         Self { new_rows: Some(rows), ..self }
     }
 
-    /// Makes it the recipe of one of several ranks, among which ZeRO stage 3 divides the layers.
+    /// Makes it the recipe of one of several ranks, among which ZeRO stage 3 divides the layers. A stage that is open is the first that the
+    /// techniques allow.
     ///
     /// # Errors
     /// Errors of [`Recipe::check_ranks`]; another number of replicas, or of ranks that divide a row, than the configuration's.
     pub fn over(mut self, ranks: impl Into<Mesh>) -> Result<Self> {
         let mesh = ranks.into();
-        self.check_ranks_on(mesh.world().size(), mesh.device())?;
+        let stages = checks::stages(&self.config, mesh.world().size(), mesh.device())?;
+        if self.config.optimizer.zero_stage == ZeroStage::Auto {
+            self.config.optimizer.zero_stage = stages.first().copied().unwrap_or(ZeroStage::One);
+        }
         if mesh.replicas() != self.config.optimizer.replicas {
             let (key, found) = ("optimizer.replicas", self.config.optimizer.replicas.to_string());
             return Err(Error::Value { key, found, expected: "the replicas of the given mesh" });
@@ -144,7 +151,7 @@ impl Recipe {
     /// # Errors
     /// As [`Recipe::check_ranks`], but for the device.
     pub fn check_ranks_on(&self, ranks: usize, device: Device) -> Result<()> {
-        checks::ranks(&self.config, ranks, device)
+        checks::stages(&self.config, ranks, device).map(|_| ())
     }
 
     /// Checks the techniques against a model's folder, whose weights are not read.
@@ -167,7 +174,7 @@ impl Recipe {
         self.check_folder(folder)?;
         if let Some(ranks) = &self.ranks {
             let config = checks::with_dtype_of(&self.config, folder);
-            checks::ranks(&config, ranks.world().size(), ranks.device())?;
+            checks::stages(&config, ranks.world().size(), ranks.device())?;
         }
         let kind = self.config.model.dtype.map(crate::config::Dtype::kind);
         let shards = self.shards()?;
@@ -325,7 +332,7 @@ impl Recipe {
     }
 
     fn divides_layers(&self) -> bool {
-        self.ranks.is_some() && self.config.optimizer.zero_stage == 3
+        self.ranks.is_some() && self.config.optimizer.zero_stage == ZeroStage::Three
     }
 
     /// Shards without a layer, if ranks divide the layers.
@@ -362,10 +369,7 @@ impl Recipe {
     fn install_activations(&self, model: &mut dyn Module) -> Result<Option<Activations>> {
         let activations = &self.config.activations;
         let offloaded = self.config.offload.is_some() || self.divides_layers();
-        // Ranks do not change their plans.
-        let keeps = activations.plan == ActivationPlan::Keep
-            || activations.plan == ActivationPlan::Auto && self.ranks.is_some();
-        if keeps || offloaded {
+        if activations.plan == ActivationPlan::Keep || offloaded {
             return Ok(None);
         }
         let layers = count_blocks(model)?;

@@ -40,7 +40,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 /// Ranks that run longer are killed, and the test fails.
-pub const LIMIT: Duration = Duration::from_secs(120);
+pub const LIMIT: Duration = Duration::from_secs(360);
 
 /// The environment variable with a rank's case.
 const VARIABLE: &str = "FRUGAL_TEST_CASE";

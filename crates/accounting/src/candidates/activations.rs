@@ -12,8 +12,11 @@ const ATTEMPTS: usize = 6;
 
 impl Job {
     /// The plans that a layer may have. Elementwise recomputation depends on the kernel of attention, which is known for full rows on a
-    /// CPU. There a copy in host memory saves nothing.
+    /// CPU. There a copy in host memory saves nothing. A layer that ranks divide keeps everything, or its input.
     pub(super) fn kept_options(&self) -> &'static [LayerPlan] {
+        if self.divides_layers() {
+            return &[LayerPlan::KeepAll, LayerPlan::RecomputeAll];
+        }
         match (self.on_cpu, self.choices.documents) {
             (true, false) => &[
                 LayerPlan::KeepAll,
@@ -55,7 +58,8 @@ impl Job {
         options
             .iter()
             .map(|&option| {
-                let planned = self.with_plan(costs.clone(), batch, &vec![option; costs.layers.len()])?;
+                let plan = vec![option; costs.layers.len()];
+                let planned = self.divided(self.with_plan(costs.clone(), batch, &plan)?)?;
                 let kept_bytes = |at: &usize| planned.layers[*at].kept.map(|kept| kept.bytes);
                 let at = (first..planned.layers.len()).rev().max_by_key(kept_bytes).unwrap_or(first);
                 let layer = planned.layers[at];

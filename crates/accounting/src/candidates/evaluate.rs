@@ -26,9 +26,10 @@ struct SimulatedPass {
 }
 
 impl Job {
-    /// Returns whether gradients of several passes are summed before an update: then those of all parameters exist during each.
+    /// Returns whether gradients of several passes are summed before an update: then those of all parameters exist during each. Ranks
+    /// add each pass's to sums of their own.
     pub fn is_accumulated(&self, rows: Option<u64>) -> bool {
-        self.passes(self.widest(), rows) > 1
+        self.ranks.is_none() && self.passes(self.widest(), rows) > 1
     }
 
     /// The batch of the most positions.
@@ -37,10 +38,13 @@ impl Job {
         self.largest.iter().max_by_key(positions).copied().unwrap_or(self.mean)
     }
 
-    /// The passes of a step of batches like `batch`.
+    /// The passes of a step of batches like `batch`, in one process.
     fn passes(&self, batch: Batch, rows: Option<u64>) -> u64 {
         let split = rows.map_or(1, |rows| batch.work.batch.div_ceil(rows.max(1)));
-        self.accumulation.max(1).saturating_mul(split)
+        let all = self.accumulation.max(1).saturating_mul(split);
+        self.ranks
+            .as_ref()
+            .map_or(all, |ranks| all.div_ceil(ranks.micro_batches(self.choices.sequence_ranks)))
     }
 
     /// The largest pass over parts of a batch of at most `rows` rows. All labels may be in one part.
@@ -58,12 +62,13 @@ impl Job {
             None => sizes::training(&self.model, pass.work, &self.choices)?,
         };
         if self.lora.is_none() {
-            costs.working.update_bytes = sizes::update_bytes(&self.model, &self.choices.recipe, self.on_cpu)?;
+            let whole = sizes::update_bytes(&self.model, &self.choices.recipe, self.on_cpu)?;
+            costs.working.update_bytes = self.update_bytes(whole)?;
         }
         Ok(costs)
     }
 
-    /// The costs of a pass under `placement`.
+    /// The costs of a pass under `placement`, of the whole model.
     fn costs_of(&self, placement: &Placement, pass: Batch) -> Result<StepCosts, Error> {
         let costs = self.costs(pass)?;
         match placement {
@@ -116,7 +121,8 @@ impl Job {
         let seconds = self.seconds(&placement, rows)?;
         let evaluation = self.evaluation.map(|batch| self.evaluation(&placement, batch)).transpose()?;
         let evaluation_bytes = evaluation.map_or(0, |peak| peak.total);
-        Ok(Candidate { placement, rows, peak, batch, evaluation_bytes, host_bytes, seconds })
+        let stage = self.ranks.as_ref().map(|ranks| ranks.stage);
+        Ok(Candidate { placement, rows, stage, peak, batch, evaluation_bytes, host_bytes, seconds })
     }
 
     /// Returns the device's bytes at every moment of a step, in their order; the largest is [`Candidate::peak`].
@@ -147,7 +153,7 @@ impl Job {
     /// As [`Job::evaluate`].
     pub fn evaluation(&self, placement: &Placement, batch: Batch) -> Result<Footprint, Error> {
         const WHAT: &str = "bytes of an evaluation";
-        let trained = self.costs(batch)?;
+        let trained = self.divided(self.costs(batch)?)?;
         // The head without a gradient of its matrix, as over a frozen model.
         let frozen = self.lora.unwrap_or_default();
         let choices = Choices { mlp_tile: None, ..self.choices };
@@ -158,6 +164,7 @@ impl Job {
         for (layer, trained) in costs.layers.iter_mut().zip(&trained.layers) {
             layer.slot_bytes = trained.slot_bytes;
         }
+        costs.working.constant_bytes += self.slots()?;
         let setup = placement.setup();
         let mut peak = simulate(&costs, &self.rates_of(placement), &setup, Start::Warm)?.device;
         if matches!(placement, Placement::Resident(_)) {
@@ -175,7 +182,7 @@ impl Job {
         rows: Option<u64>,
         batch: Batch,
     ) -> Result<SimulatedPass, Error> {
-        let costs = self.costs_of(placement, self.pass(batch, rows))?;
+        let costs = self.divided(self.costs_of(placement, self.pass(batch, rows))?)?;
         let accumulated = self.is_accumulated(rows);
         let on_device = |layer: &usize| match placement {
             Placement::Resident(_) => true,
@@ -240,14 +247,17 @@ impl Job {
     /// Seconds of a step of mean batches.
     fn seconds(&self, placement: &Placement, rows: Option<u64>) -> Result<f64, Error> {
         let (setup, rates) = (placement.setup(), self.rates_of(placement));
-        let costs = self.costs_of(placement, self.pass(self.mean, rows))?;
+        let pass = self.pass(self.mean, rows);
+        let whole = self.costs_of(placement, pass)?;
         let passes = self.passes(self.mean, rows);
-        let last = self.seconds_of(&simulate(&costs, &rates, &setup, Start::Warm)?);
+        let [between, at_last] = self.waits(&whole, placement, pass)?;
+        let costs = self.divided(whole)?;
+        let last = self.seconds_of(&simulate(&costs, &rates, &setup, Start::Warm)?) + at_last;
         if passes == 1 {
             return Ok(last);
         }
         let free = Rates { host_optimizer: NO_UPDATE, device_optimizer: NO_UPDATE, ..rates };
-        let pass = self.seconds_of(&simulate(&costs, &free, &setup, Start::Warm)?);
+        let pass = self.seconds_of(&simulate(&costs, &free, &setup, Start::Warm)?) + between;
         Ok((passes - 1) as f64 * pass + last)
     }
 }

@@ -7,7 +7,10 @@ use crate::offload::OptimizerPlace;
 impl Candidate {
     /// Returns a short name, such as `recompute 15 of 24 layers, 2 rows at a time`.
     pub fn name(&self) -> String {
-        let placement = self.placement.name();
+        let placement = match self.stage {
+            Some(stage) => format!("ZeRO-{}, {}", stage.number(), self.placement.name()),
+            None => self.placement.name(),
+        };
         match self.rows {
             None => placement,
             Some(1) => format!("{placement}, 1 row at a time"),

@@ -2,9 +2,10 @@
 
 use std::cmp::Ordering;
 
-use super::{Candidate, Job, Placement, Tier};
+use super::{Candidate, Job, Placement, Ranks, Tier};
 use crate::Error;
 use crate::activation_plan::LayerPlan;
+use crate::memory::zero::ZeroStage;
 use crate::offload::{AvailableMemory, MOST_PLANNED_SLOTS, OptimizerPlace, interleaved};
 
 /// The share within which two predictions are a tie: then the simpler candidate is chosen, whose rows go through the model at once, because
@@ -25,6 +26,8 @@ pub struct Allowed {
     pub splits: bool,
     /// Rows of a pass that were given; `None` for those of a batch, or fewer if [`Allowed::splits`].
     pub rows: Option<u64>,
+    /// What ranks may divide; empty for the job's own stage.
+    pub stages: Vec<ZeroStage>,
 }
 
 /// The activation plans of resident layers.
@@ -68,6 +71,7 @@ impl Default for Allowed {
             }),
             splits: true,
             rows: None,
+            stages: Vec::new(),
         }
     }
 }
@@ -151,6 +155,47 @@ impl Job {
     /// # Errors
     /// A model whose activations are not modelled; an activation plan of another length.
     pub fn search(&self, allowed: &Allowed, budget: AvailableMemory) -> Result<SearchResult, Error> {
+        let mut all = Vec::new();
+        match &self.ranks {
+            Some(ranks) if !allowed.stages.is_empty() => {
+                for &stage in &allowed.stages {
+                    let job = Self { ranks: Some(Ranks { stage, ..*ranks }), ..self.clone() };
+                    all.extend(job.candidates(allowed, budget)?);
+                }
+            }
+            _ => all = self.candidates(allowed, budget)?,
+        }
+        let best = (0..all.len()).filter(|&number| fits(&all[number], budget)).min_by(|&a, &b| {
+            cost(&all[a]).total_cmp(&cost(&all[b])).then(all[a].device_bytes().cmp(&all[b].device_bytes()))
+        });
+        let least = (0..all.len()).min_by(|&a, &b| {
+            let bytes = |number: usize| (all[number].device_bytes(), all[number].host_bytes);
+            bytes(a).cmp(&bytes(b)).then(cost(&all[a]).total_cmp(&cost(&all[b])))
+        });
+        let chosen = best.map(|number| all[number].clone());
+        let replaced: Vec<bool> =
+            all.iter().map(|one| all.iter().any(|other| replaces(other, one))).collect();
+        let mut shown: Vec<Candidate> = Vec::new();
+        for (number, candidate) in all.into_iter().enumerate() {
+            let is_least = Some(number) == least && (best.is_none() || !replaced[number]);
+            let is_of_all_rows = candidate.rows == allowed.rows && !replaced[number];
+            let is_shown = Some(number) == best || is_least || is_of_all_rows;
+            if is_shown
+                && !shown.iter().any(|one| {
+                    one.placement == candidate.placement
+                        && (one.rows, one.stage) == (candidate.rows, candidate.stage)
+                })
+            {
+                shown.push(candidate);
+            }
+        }
+        shown.sort_by_key(|candidate| std::cmp::Reverse((candidate.device_bytes(), candidate.peak.total)));
+        let chosen = chosen.and_then(|chosen| shown.iter().position(|one| *one == chosen));
+        Ok(SearchResult { candidates: shown, chosen, budget })
+    }
+
+    /// All candidates of the job's own stage.
+    fn candidates(&self, allowed: &Allowed, budget: AvailableMemory) -> Result<Vec<Candidate>, Error> {
         let mut all: Vec<Candidate> = Vec::new();
         for rows in self.row_counts(allowed) {
             match &allowed.layers {
@@ -169,30 +214,7 @@ impl Job {
                 }
             }
         }
-        let best = (0..all.len()).filter(|&number| fits(&all[number], budget)).min_by(|&a, &b| {
-            cost(&all[a]).total_cmp(&cost(&all[b])).then(all[a].device_bytes().cmp(&all[b].device_bytes()))
-        });
-        let least = (0..all.len()).min_by(|&a, &b| {
-            let bytes = |number: usize| (all[number].device_bytes(), all[number].host_bytes);
-            bytes(a).cmp(&bytes(b)).then(cost(&all[a]).total_cmp(&cost(&all[b])))
-        });
-        let chosen = best.map(|number| all[number].clone());
-        let replaced: Vec<bool> =
-            all.iter().map(|one| all.iter().any(|other| replaces(other, one))).collect();
-        let mut shown: Vec<Candidate> = Vec::new();
-        for (number, candidate) in all.into_iter().enumerate() {
-            let is_least = Some(number) == least && (best.is_none() || !replaced[number]);
-            let is_of_all_rows = candidate.rows == allowed.rows && !replaced[number];
-            let is_shown = Some(number) == best || is_least || is_of_all_rows;
-            if is_shown
-                && !shown.iter().any(|one| one.placement == candidate.placement && one.rows == candidate.rows)
-            {
-                shown.push(candidate);
-            }
-        }
-        shown.sort_by_key(|candidate| std::cmp::Reverse((candidate.device_bytes(), candidate.peak.total)));
-        let chosen = chosen.and_then(|chosen| shown.iter().position(|one| *one == chosen));
-        Ok(SearchResult { candidates: shown, chosen, budget })
+        Ok(all)
     }
 
     /// Returns the smallest candidate of each kind that is allowed, with the fewest rows: with all layers resident, with and without copies in

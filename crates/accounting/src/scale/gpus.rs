@@ -1,6 +1,6 @@
 //! Trainings on clusters of GPUs.
 
-use super::{Division, Failures, Network, Step, Work, step};
+use super::{Division, Exchange, Failures, Network, Step, Work, step};
 use crate::decoder_flops::{self, Recomputation, Workload};
 use crate::exact::positive;
 use crate::memory::recipe::Recipe;
@@ -101,7 +101,7 @@ impl Run<'_> {
         let bytes = |dtype: Dtype| dtype.storage_bits() as f64 / 8.0;
         let (weights, gradients) = (bytes(self.weights), bytes(self.gradients));
         Ok(Work {
-            sequence: (1, 0.0, 0),
+            exchange: Exchange::default(),
             layers: self.model.layers,
             forward,
             backward: (2.0 + self.recomputed) * forward,

@@ -79,7 +79,7 @@ fn effective_time_falls_with_the_number_of_gpus() {
 fn stages_expose_what_they_cannot_overlap() {
     let network = Network { node: 4, local: 1e9, between: 1e9, latency: 0.0, direct: false };
     let work = Work {
-        sequence: (1, 0.0, 0),
+        exchange: Exchange::default(),
         layers: 4,
         forward: 1.0,
         backward: 2.0,

@@ -34,6 +34,7 @@ fn job(lora: bool) -> Job {
         file_load: 2e9,
         file_optimizer: 1e8,
         on_cpu: true,
+        ranks: None,
     }
 }
 
@@ -110,7 +111,7 @@ fn fewer_rows_replace_recomputation_where_they_are_allowed() {
 fn what_is_named_is_kept() {
     let job = job(true);
     let keep = Layers::Only(vec![LayerPlan::KeepAll; 24]);
-    let only = Allowed { layers: Some(keep), offloaded: None, splits: false, rows: None };
+    let only = Allowed { layers: Some(keep), offloaded: None, splits: false, rows: None, stages: Vec::new() };
     let (least, keep) = range(&job, &allowed());
     let found = search(&job, &only, (least + keep) / 2);
     assert_eq!((found.candidates.len(), found.chosen), (1, None));
@@ -119,7 +120,7 @@ fn what_is_named_is_kept() {
     let ring = OffloadedLayers { most_slots: 3, resident: Some(vec![0, 5]), ..allowed().offloaded.unwrap() };
     for keep in [None, Some(Vec::new()), Some(vec![2, 7])] {
         let offloaded = Some(OffloadedLayers { keep: keep.clone(), ..ring.clone() });
-        let files = Allowed { layers: None, offloaded, splits: false, rows: None };
+        let files = Allowed { layers: None, offloaded, splits: false, rows: None, stages: Vec::new() };
         let found = search(&job, &files, ENOUGH);
         let Placement::Offloaded { ring, resident, keep: kept, .. } = &found.chosen().unwrap().placement
         else {
@@ -137,7 +138,13 @@ fn offloaded_layers_keep_the_activations_that_fit() {
     let job = job(true);
     let of = |bytes, keep: Option<Vec<usize>>| {
         let offloaded = OffloadedLayers { keep, ..allowed().offloaded.unwrap() };
-        let files = Allowed { layers: None, offloaded: Some(offloaded), splits: false, rows: None };
+        let files = Allowed {
+            layers: None,
+            offloaded: Some(offloaded),
+            splits: false,
+            rows: None,
+            stages: Vec::new(),
+        };
         search(&job, &files, bytes)
     };
     let least = of(ENOUGH, Some(Vec::new())).least().unwrap().peak.total;

@@ -3,6 +3,7 @@
 mod activation_plan;
 mod bad_input;
 mod candidates;
+mod candidates_over_ranks;
 mod experts;
 mod fixtures;
 mod offload;

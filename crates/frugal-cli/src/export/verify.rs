@@ -86,7 +86,7 @@ fn limit(kind: FileType, architecture: &str, range: f64) -> f64 {
 /// A folder without a model.
 pub(super) fn fits_memory(folder: &Path) -> anyhow::Result<bool> {
     let weights = 4 * Folder::open(folder)?.config().parameter_count();
-    Ok(weights <= planning::default_budget(Device::Cpu)? / 2)
+    Ok(weights <= planning::default_budget(Device::Cpu, 1)? / 2)
 }
 
 /// Compares the log-probabilities of the whole vocabulary after three prompts, and the tokens of [`TEXTS`] and of a rendered conversation.

@@ -295,7 +295,7 @@ static TABLE: [&[Flag]; 26] = [
     },
     flags! { MEMORY, TRAININGS;
         "optimizer.zero_stage", "--zero-stage" => Takes::One { name: "STAGE", parser: values::zero_stage },
-            "ZeRO stage of a training over several ranks (`frugal launch`): 1 shards the optimizer state, 2 also the gradients, 3 also the layers' weights [default: 1]";
+            "ZeRO stage of a training over several ranks (`frugal launch`): 1 shards the optimizer state, 2 also the gradients, 3 also the layers' weights [default: auto, the fastest that the plan finds within the budget]";
         "optimizer.replicas", "--replicas" => whole("REPLICAS"),
             "Replicas among which the ranks are divided (hybrid sharding): the ranks of each shard weights, gradients and optimizer state among them, and layers are gathered within a replica [default: 1]";
         "training.sequence_parallel_size", "--sequence-parallel-size" | "--sp-size" => whole("RANKS"),

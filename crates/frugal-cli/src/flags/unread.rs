@@ -4,7 +4,7 @@ use anyhow::bail;
 use dataloading::records::RecordFormat;
 use frugal::Config;
 use frugal::config::origins::values;
-use frugal::config::{ActivationPlan, Method, OffloadTier, ShapeFamily, Task};
+use frugal::config::{ActivationPlan, Method, OffloadTier, ShapeFamily, Task, ZeroStage};
 use frugal::rows::Found;
 
 use crate::common_flags::Common;
@@ -37,7 +37,8 @@ pub(crate) fn refuse(common: &Common, config: &Config) -> anyhow::Result<()> {
     let has_shape = config.model.name.is_none();
     let has_depth = config.model.shape.as_ref().is_some_and(|shape| shape.family == ShapeFamily::Gpt2);
     let ranks = runtime::collectives::Launch::from_environment()?;
-    let is_sharded = config.optimizer.zero_stage == 3 && ranks.is_some();
+    let may_shard =
+        matches!(config.optimizer.zero_stage, ZeroStage::Auto | ZeroStage::Three) && ranks.is_some();
     let tier = config.offload.as_ref().map(|offload| offload.tier);
     let rules = [
         Readers {
@@ -95,7 +96,7 @@ pub(crate) fn refuse(common: &Common, config: &Config) -> anyhow::Result<()> {
         },
         Readers {
             keys: &["optimizer.frozen_weights"],
-            are_read: is_sharded,
+            are_read: may_shard,
             readers: "it is read in a training over several ranks with `optimizer.zero_stage = 3`",
         },
         Readers {

@@ -121,7 +121,12 @@ pub(crate) fn least<const LEAST: i64>() -> ValueParser {
 
 /// A ZeRO stage.
 pub(crate) fn zero_stage() -> ValueParser {
-    clap::value_parser!(u8).range(1..=3).map(|stage| json!(stage)).into()
+    (|text: &str| match text {
+        "auto" => Ok(json!(text)),
+        "1" | "2" | "3" => Ok(json!(text.parse::<u8>().unwrap_or_default())),
+        _ => Err("give 1, 2, 3 or auto"),
+    })
+    .into()
 }
 
 /// A memory limit.

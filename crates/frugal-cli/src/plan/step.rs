@@ -409,7 +409,7 @@ impl StepArgs {
         let given = config.training.budget.map(|budget| budget.0);
         Ok(match self.hardware {
             Some(gpu) => Budget::of_gpu(given, gpu.data_sheet()?.memory),
-            None => Budget::given_or_default(given, device)?,
+            None => Budget::given_or_default(given, device, 1)?,
         })
     }
 

@@ -151,14 +151,11 @@ impl<'a> Job<'a> {
         recipe.schedule(steps)?;
         let plan = RunPlan::of(common, &config, planned)?;
         if options.start == Start::DryRun {
-            // It is the result.
-            let common = Common { quiet: false, ..common.clone() };
+            // It is the result, once.
+            let common = Common { quiet: !common.is_first(), ..common.clone() };
             plan.print(&common);
             if !common.json && common.is_first() {
                 plan.note_capture(&common, &config);
-            }
-            if common.ranks.is_some() && common.is_first() {
-                common.note("the memory of a training over several ranks is not predicted here: `frugal plan --ranks N` compares its ways");
             }
             return Ok(None);
         }

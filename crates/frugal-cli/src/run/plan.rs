@@ -2,9 +2,10 @@
 
 mod calibration;
 mod changes;
+mod over_ranks;
 mod table;
 
-use accounting::candidates::{Candidate, Job, Placement, SearchResult};
+use accounting::candidates::{Allowed, Candidate, Job, Placement, Ranks, SearchResult};
 use accounting::offload::{self as on_paper, Footprint};
 use accounting::quantity::bytes_text;
 use frugal::Config;
@@ -78,8 +79,7 @@ pub(crate) struct Prediction {
 /// The plan of a training.
 pub(crate) struct RunPlan {
     device: Device,
-    /// `None` for ranks without one.
-    budget: Option<Budget>,
+    budget: Budget,
     /// Reason for a missing prediction.
     prediction: Result<Prediction, NotPredicted>,
     plan: ActivationPlan,
@@ -95,29 +95,20 @@ impl RunPlan {
     pub(crate) fn of(common: &Common, config: &Config, planned: PlannedTraining<'_>) -> anyhow::Result<Self> {
         let device = planned.device;
         let plan = config.activations.plan;
-        if common.ranks.is_some() {
-            let given = config.training.budget;
-            let budget = match given {
-                Some(given) => Some(Budget::new(given.0, device)?),
-                None => None,
-            };
-            budget.map_or(Ok(0), |budget| fitting(budget.free()))?;
-            let prediction = Err(NotPredicted("a training over several ranks".to_owned()));
-            // All ranks have the same budget, and must decide alike: what each has free may differ.
-            let half = unpredicted(config, &planned, common, given.map(|given| given.0));
-            return Ok(Self { device, budget, prediction, plan, half });
-        }
         let given = config.training.budget.map(|given| given.0);
-        let budget = Budget { resumes: planned.resumes, ..Budget::given_or_default(given, device)? };
+        let sharing = common.ranks.as_ref().map_or(1, |ranks| ranks.sharing(device));
+        let own = Budget::given_or_default(given, device, sharing)?;
+        let own = Budget { resumes: planned.resumes, ..own };
+        let budget = common.ranks.as_ref().map_or(Ok(own), |ranks| ranks.least(own))?;
         let predicted = match planned.shape {
             None => Err(NotPredicted("this architecture".to_owned())),
-            Some(shape) => predict(config, shape, &planned, budget),
+            Some(shape) => predict(common, config, shape, &planned, budget)?,
         };
         let (predicted, half) = match predicted {
             Ok((prediction, half)) => (Ok(prediction), half),
             Err(why) => (Err(why), unpredicted(config, &planned, common, Some(budget.tensors()))),
         };
-        let run_plan = Self { device, budget: Some(budget), prediction: predicted, plan, half };
+        let run_plan = Self { device, budget: own, prediction: predicted, plan, half };
         if let (Ok(prediction), Some(shape)) = (&run_plan.prediction, planned.shape)
             && prediction.result.chosen().is_none()
         {
@@ -128,11 +119,17 @@ impl RunPlan {
                 device,
                 data: &prediction.data,
                 budget,
+                ranks: prediction.job.ranks,
             };
-            let message = question.nothing_fits(&budget_text(&budget), &prediction.result);
+            let message = match common.is_first() {
+                true => question.nothing_fits(&budget_text(&own), &prediction.result),
+                false => "nothing fits the budget, as rank 0 says".to_owned(),
+            };
             return Err(Failure { status: NOTHING_FITS, message }.into());
         }
-        fitting(budget.free())?;
+        fitting(own.free())?;
+        let chosen = run_plan.chosen().map_or_else(String::new, Candidate::name);
+        common.agree(&[("plan".to_owned(), chosen)])?;
         Ok(run_plan)
     }
 
@@ -141,33 +138,39 @@ impl RunPlan {
         self.prediction.is_ok()
     }
 
+    fn is_over_ranks(&self) -> bool {
+        self.prediction.as_ref().is_ok_and(|prediction| prediction.job.ranks.is_some())
+    }
+
     fn chosen(&self) -> Option<&Candidate> {
         self.prediction.as_ref().ok()?.result.chosen()
     }
 
     /// The plan for programs; null where it is not predicted.
     pub(crate) fn json(&self) -> serde_json::Value {
-        match (&self.prediction, self.budget) {
-            (Ok(prediction), Some(budget)) => {
-                let mut json = prediction.json(budget);
-                json["master_weights"] = json!(self.half.map(|(way, _)| way));
-                json
-            }
-            _ => serde_json::Value::Null,
-        }
+        let Ok(prediction) = &self.prediction else { return serde_json::Value::Null };
+        let mut json = prediction.json(self.budget);
+        json["master_weights"] = json!(self.half.map(|(way, _)| way));
+        json
     }
 
     /// Prints the plan, on standard error, or with `--json` on standard output.
     pub(crate) fn print(&self, common: &Common) {
-        match (&self.prediction, self.budget) {
-            (Ok(_), Some(_)) if common.json => print_line(&json!({ "plan": self.json() })),
-            (Ok(prediction), Some(budget)) => common.note(prediction.text(budget).trim_end()),
-            (Err(NotPredicted(why)), Some(budget)) if common.ranks.is_none() && !common.json => common.note(&format!(
-                    "budget {}; the memory of a step is not predicted for {why}: layers are recomputed if it does not suffice",
-                    budget_text(&budget)
-                ),
-            ),
-            _ => {}
+        match &self.prediction {
+            Ok(_) if common.json => print_line(&json!({ "plan": self.json() })),
+            Ok(prediction) => common.note(prediction.text(self.budget).trim_end()),
+            Err(_) if common.json => {}
+            Err(NotPredicted(why)) => {
+                // Ranks do not repeat a step.
+                let remedy = match &common.ranks {
+                    None => ": layers are recomputed if it does not suffice",
+                    Some(_) => "; give --activations recompute if it does not suffice",
+                };
+                common.note(&format!(
+                    "budget {}; the memory of a step is not predicted for {why}{remedy}",
+                    budget_text(&self.budget)
+                ));
+            }
         }
         if let Some((way, kind)) = self.half.filter(|_| !common.json) {
             common.note(&half_text(way, kind));
@@ -245,11 +248,10 @@ impl RunPlan {
     /// # Errors
     /// The program takes more already.
     pub(crate) fn enforce(&self) -> anyhow::Result<Option<Limit>> {
-        let Some(budget) = self.budget else { return Ok(None) };
         if self.device == Device::Cpu {
             runtime::memory::set_cache_slack(CACHE_SLACK)?;
         }
-        Ok(planning::enforce(self.device, budget.enforced())?)
+        Ok(planning::enforce(self.device, self.budget.enforced())?)
     }
 
     /// The same when the layers are where they are offloaded to: on a CPU that memory is of the budget and not of the allocator's. `None`
@@ -259,10 +261,10 @@ impl RunPlan {
     /// A system that does not count.
     pub(crate) fn enforce_beside_offloaded(&self) -> anyhow::Result<Option<Limit>> {
         let offloaded = runtime::device::pinned_bytes(Device::Cpu)?.live;
-        let Some(budget) = self.budget.filter(|_| self.device == Device::Cpu && offloaded > 0) else {
+        if self.device != Device::Cpu || offloaded == 0 {
             return Ok(None);
-        };
-        let left = budget.enforced().saturating_sub(offloaded);
+        }
+        let left = self.budget.enforced().saturating_sub(offloaded);
         Ok(planning::enforce(self.device, left.max(runtime::memory::live_bytes(self.device)?))?)
     }
 
@@ -285,8 +287,8 @@ impl RunPlan {
     /// Any error of a prediction.
     pub(crate) fn cheaper_plans(&self, handles: &Handles) -> anyhow::Result<Option<CheaperPlans>> {
         let Some(activations) = &handles.activations else { return Ok(None) };
-        // A plan that was named is kept.
-        if !matches!(self.plan, ActivationPlan::Auto | ActivationPlan::Plan) {
+        // A plan that was named is kept; ranks keep theirs.
+        if self.is_over_ranks() || !matches!(self.plan, ActivationPlan::Auto | ActivationPlan::Plan) {
             return Ok(None);
         }
         let (peak, plans) = match (&self.prediction, self.chosen()) {
@@ -316,42 +318,54 @@ impl RunPlan {
     }
 }
 
+/// A step, and the ways to run it that are allowed.
+fn step(
+    config: &Config,
+    shape: &DecoderConfig,
+    (format, device): (WeightFormat, Device),
+    data: &DataShape,
+    rates: &KnownRates,
+    ranks: Option<Ranks>,
+) -> Result<(Job, Allowed), NotPredicted> {
+    let job = planning::job(config, shape, (format, device), data, rates)?;
+    let allowed = planning::allowed(config, shape.num_hidden_layers.unsigned_abs() as usize, device)?;
+    match ranks {
+        Some(ranks) => planning::over_ranks((job, allowed), config, ranks, (format.kind, device)),
+        None => Ok((job, allowed)),
+    }
+}
+
+/// A prediction, and the master weights that it has decided on.
+type Predicted = Result<(Prediction, Option<(MasterWeights, Kind)>), NotPredicted>;
+
+/// Predicts a step. Ranks do it at the same rates.
 fn predict(
+    common: &Common,
     config: &Config,
     shape: &DecoderConfig,
     planned: &PlannedTraining<'_>,
     budget: Budget,
-) -> Result<(Prediction, Option<(MasterWeights, Kind)>), NotPredicted> {
-    let PlannedTraining { format, device, ref data, steps, resumes, .. } = *planned;
-    let kind = format.kind;
-    let mut allowed = planning::allowed(config, shape.num_hidden_layers.unsigned_abs() as usize, device)?;
-    allowed.splits &= !resumes;
+) -> anyhow::Result<Predicted> {
+    let PlannedTraining { format, device, ref data, resumes, .. } = *planned;
+    let ranks = common.ranks.as_ref().map(|ranks| ranks.planned(config)).transpose()?;
     let bytes = on_paper::AvailableMemory { device: budget.tensors(), host: None };
     let with = |rates: &KnownRates| -> Result<Searched, NotPredicted> {
-        planning::choose_master_weights(config, kind, |master_weights| {
+        planning::choose_master_weights(config, format.kind, |master_weights| {
             let mut config = config.clone();
             config.optimizer.master_weights = master_weights;
-            let job = planning::job(&config, shape, (format, device), data, rates)?;
+            let (job, mut allowed) = step(&config, shape, (format, device), data, rates, ranks)?;
+            allowed.splits &= !resumes;
             let result = job.search(&allowed, bytes)?;
+            let job = result.chosen().map_or_else(|| job.clone(), |chosen| job.at(chosen));
             Ok((job, result))
         })
     };
-    let kept = KnownRates::kept(device, kind);
-    let mut is_timed = kept.is_some();
-    let rates = match kept {
-        Some(rates) => rates,
-        None => KnownRates::nominal(device)?,
+    let (searched, is_timed) = match at_known_rates(common, planned, budget, &with)? {
+        Ok(found) => found,
+        Err(why) => return Ok(Err(why)),
     };
-    let mut searched = with(&rates)?;
-    let seconds = searched.result.chosen().map_or(0.0, |chosen| chosen.seconds * steps as f64);
-    // On a CPU measuring takes memory of the budget.
-    let has_room = device != Device::Cpu || budget.tensors() >= MEASURING;
-    if !is_timed && seconds > WORTH_MEASURING && has_room {
-        searched = with(&KnownRates::measure(device, kind)?)?;
-        is_timed = true;
-    }
     let Searched { master_weights, job, result } = searched;
-    let half = planning::trains_half(config, kind).then_some((master_weights, kind));
+    let half = planning::trains_half(config, format.kind).then_some((master_weights, format.kind));
     let mut evaluation = None;
     if let Some(chosen) = result.chosen() {
         for &(rows, batch) in &data.evaluations {
@@ -363,7 +377,40 @@ fn predict(
             }
         }
     }
-    Ok((Prediction { job, result, data: data.clone(), is_timed, evaluation }, half))
+    Ok(Ok((Prediction { job, result, data: data.clone(), is_timed, evaluation }, half)))
+}
+
+/// Searches at the rates of this machine, which are measured where that is worth its time, or else at nominal ones; returns whether they are
+/// this machine's. Ranks take those of the first.
+fn at_known_rates(
+    common: &Common,
+    planned: &PlannedTraining<'_>,
+    budget: Budget,
+    with: &dyn Fn(&KnownRates) -> Result<Searched, NotPredicted>,
+) -> anyhow::Result<Result<(Searched, bool), NotPredicted>> {
+    let PlannedTraining { format, device, steps, .. } = *planned;
+    let sharing = common.ranks.as_ref().map_or(1, |ranks| ranks.sharing(device));
+    let agreed = |own: Option<KnownRates>| match &common.ranks {
+        Some(ranks) => ranks.rates_of_first(own),
+        None => Ok(own),
+    };
+    let kept = agreed(KnownRates::kept(device, format.kind, sharing))?;
+    let rates = match kept {
+        Some(rates) => rates,
+        None => KnownRates::nominal(device)?.divided(sharing),
+    };
+    let searched = match with(&rates) {
+        Ok(searched) => searched,
+        Err(why) => return Ok(Err(why)),
+    };
+    let seconds = searched.result.chosen().map_or(0.0, |chosen| chosen.seconds * steps as f64);
+    // On a CPU measuring takes memory of the budget.
+    let has_room = device != Device::Cpu || budget.tensors() >= MEASURING;
+    if kept.is_some() || seconds <= WORTH_MEASURING || !has_room {
+        return Ok(Ok((searched, kept.is_some())));
+    }
+    let measured = agreed(Some(KnownRates::measure(device, format.kind, sharing)?))?.unwrap_or(rates);
+    Ok(with(&measured).map(|searched| (searched, true)))
 }
 
 /// The same decision for a step that is not predicted, by what weights, gradients, state and master weights take of `bytes`.

@@ -7,12 +7,12 @@ use sharding::Mesh;
 #[derive(Clone, Debug)]
 pub(crate) struct Ranks {
     /// For what takes one rank's time alone.
-    pub(super) preparation: Group,
+    pub(crate) preparation: Group,
     /// For the training.
     pub(crate) group: Group,
     /// The same, divided into replicas.
-    pub(super) mesh: Mesh,
-    pub(super) launch: Launch,
+    pub(crate) mesh: Mesh,
+    pub(crate) launch: Launch,
 }
 
 impl Ranks {

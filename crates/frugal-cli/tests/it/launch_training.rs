@@ -152,7 +152,7 @@ fn a_fine_tuning_has_the_same_files_and_lines_with_two_ranks() {
     let common = "finetune --json --model model --data problems --batch-size 2 --accumulation 2 --limit 8 --evaluate-every 1 \
                   --steps 2 --log-every 1";
     // `techniques_over_ranks` crosses the techniques with the stages.
-    for flags in ["--method dora --precision fp16", "--method full --zero-stage 3"] {
+    for (flags, plans) in [("--method dora --precision fp16", 0), ("--method full --zero-stage 3", 1)] {
         let run = |count: usize| {
             let out = format!("out-{count}");
             let _ = std::fs::remove_dir_all(tiny.path(&out));
@@ -160,9 +160,9 @@ fn a_fine_tuning_has_the_same_files_and_lines_with_two_ranks() {
                 launch(&tiny, count, &format!("{common} {flags} --out {out} --records records-{count}"));
             let output = { output }.output().unwrap();
             succeeds(&output);
-            // Two steps, an evaluation before and after each, and the result, once.
+            // The plan where it is predicted, two steps, an evaluation before and after each, and the result, once.
             let printed = String::from_utf8(output.stdout).unwrap();
-            assert_eq!(printed.lines().count(), 6, "{printed}");
+            assert_eq!(printed.lines().count(), 6 + plans, "{printed}");
             (trained(&tiny.path(&out), 2), made(&tiny.path(&out)))
         };
         assert!(run(1) == run(2), "{flags}");
@@ -177,6 +177,48 @@ fn a_fine_tuning_has_the_same_files_and_lines_with_two_ranks() {
             assert!(made(&tiny.path("unclipped")) == made(&tiny.path("alone")), "without ranks");
         }
     }
+}
+
+/// A decoder of 29 million parameters, which a training makes.
+const MIDDLING: &str = r#"{"model_type": "llama", "vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 10000.0,
+    "tie_word_embeddings": false, "hidden_act": "silu"}"#;
+
+/// Without a stage the plan chooses it, for the budget of each rank.
+#[test]
+fn ranks_plan_the_same_way_within_a_budget() {
+    let tiny = Tiny::new();
+    std::fs::write(tiny.path("middling.json"), MIDDLING).unwrap();
+    let planned = |budget: &str, flags: &str| {
+        let arguments = format!(
+            "train --model middling.json --data embedded --batch-size 4 --accumulation 2 --length 512 --steps 2 --dry-run \
+             --budget {budget} {flags}"
+        );
+        let output = launch(&tiny, 2, &arguments).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    let (status, ample) = planned("3GiB", "");
+    assert_eq!(status, Some(0), "{ample}");
+    assert!(ample.contains("[0] budget 3.00 GiB of each rank; ") && !ample.contains("[1] budget"), "{ample}");
+    let chosen = |said: &str| {
+        let line =
+            said.lines().find_map(|line| line.strip_prefix("[0] ▸ ")).unwrap_or_else(|| panic!("{said}"));
+        line.split("  ").next().unwrap().to_owned()
+    };
+    assert!(["ZeRO-1, keep all", "ZeRO-2, keep all"].contains(&&*chosen(&ample)), "{ample}");
+    // A stage that is named is kept.
+    assert_eq!(chosen(&planned("3GiB", "--zero-stage 3 --activations keep").1), "ZeRO-3, keep all");
+    assert_eq!(chosen(&planned("3GiB", "--activations recompute --zero-stage 2").1), "ZeRO-2, recompute all");
+    let (status, short) = planned("320MiB", "");
+    assert_eq!(status, Some(3), "{short}");
+    assert_eq!(short.matches("nothing fits a budget of 320 MiB").count(), 1, "{short}");
+    assert!(short.contains("[1] error: nothing fits the budget, as rank 0 says"), "{short}");
+    // What it names suffices, with all divided.
+    let least = short.rsplit_once("give --budget ").unwrap().1.split_once("MiB").unwrap().0;
+    let least: u64 = least.parse().unwrap();
+    let (status, least) = planned(&format!("{}MiB", least + 16), "");
+    assert_eq!(status, Some(0), "{least}");
+    assert!(chosen(&least).starts_with("ZeRO-3, recompute"), "{least}");
 }
 
 #[test]

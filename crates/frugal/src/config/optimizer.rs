@@ -5,6 +5,7 @@ use training::optimizer::{AdaGrad, Adam, AdamW, Momentum, Nesterov, RmsProp, Rul
 use training::schedule::Shape;
 
 use super::master_weights::MasterWeights;
+use super::zero_stage::ZeroStage;
 
 /// The optimizer of a training.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -28,8 +29,9 @@ pub struct OptimizerConfig {
     /// Handling of updates smaller than the last digit of trained bf16 and fp16 weights: `true` keeps fp32 copies (4 bytes each),
     /// `"stochastic"` rounds at random, `false` loses such updates, and `"auto"` keeps copies where memory allows, else it rounds at random.
     pub master_weights: MasterWeights,
-    /// ZeRO stage of a training over several ranks: 1 divides the optimizer state, 2 the gradients too, 3 the layers' weights too.
-    pub zero_stage: u8,
+    /// ZeRO stage of a training over several ranks: 1 divides the optimizer state, 2 the gradients too, 3 the layers' weights too; `"auto"`
+    /// leaves it to the plan. It changes no bit of the result.
+    pub zero_stage: ZeroStage,
     /// Replicas of what ranks divide (hybrid sharding): the number of ranks is a multiple of it.
     pub replicas: usize,
     /// Storage of the frozen weights of layers in ZeRO stage 3.
@@ -49,7 +51,7 @@ impl Default for OptimizerConfig {
             clip: 1.0,
             place: OptimizerPlace::default(),
             master_weights: MasterWeights::default(),
-            zero_stage: 1,
+            zero_stage: ZeroStage::default(),
             replicas: 1,
             frozen_weights: FrozenPlace::default(),
             reduction: ReductionOrder::default(),

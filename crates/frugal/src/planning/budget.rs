@@ -64,12 +64,12 @@ impl Budget {
         Ok(Self { total, taken, live, prepared: prepared_bytes(device), resumes: false, is_default: false })
     }
 
-    /// Returns the budget that is given, or [`default_budget`].
+    /// Returns the budget that is given, or that of [`default_budget`] for one of `processes` that share the device.
     ///
     /// # Errors
     /// A system that does not count.
-    pub fn given_or_default(given: Option<u64>, device: Device) -> Result<Self> {
-        let total = given.map_or_else(|| default_budget(device), Ok)?;
+    pub fn given_or_default(given: Option<u64>, device: Device, processes: usize) -> Result<Self> {
+        let total = given.map_or_else(|| default_budget(device, processes), Ok)?;
         Ok(Self { is_default: given.is_none(), ..Self::new(total, device)? })
     }
 
@@ -112,6 +112,12 @@ impl Budget {
         self.live + self.free().unwrap_or(0)
     }
 
+    /// Returns a budget that leaves `tensors` bytes, or as many as this one where they are fewer: that of ranks that decide alike.
+    #[must_use]
+    pub fn for_at_most(self, tensors: u64) -> Self {
+        Self { taken: self.taken + self.tensors().saturating_sub(tensors), ..self }
+    }
+
     /// Returns the bytes at which the allocator refuses tensors: a prediction may be wrong by some percent, for which the reserve has room.
     pub fn enforced(&self) -> u64 {
         let tensors = self.tensors();
@@ -152,14 +158,14 @@ fn with_reserve(bytes: u64) -> u64 {
 ///
 /// # Errors
 /// A system that does not say.
-pub fn default_budget(device: Device) -> Result<u64> {
+pub fn default_budget(device: Device, processes: usize) -> Result<u64> {
     let free =
         runtime::device::memory_info(device)?.free.saturating_add(runtime::memory::cached_bytes(device)?);
     let process = match device {
         Device::Cpu => resident_memory()?.current,
         _ => 0,
     };
-    Ok(process + (free as f64 * FREE_SHARE) as u64)
+    Ok(process + (free as f64 * FREE_SHARE) as u64 / processes.max(1) as u64)
 }
 
 /// Returns the bytes that the process takes of a budget.

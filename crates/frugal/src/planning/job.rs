@@ -13,11 +13,12 @@ use tch::{Device, Kind};
 use training::activations::{LayerPlan, every_kth};
 
 use super::low_rank::low_rank;
+use super::over_ranks::with_stage;
 use super::rates::product_kind;
 use super::{DataShape, KnownRates, WeightFormat, choices, trained_recipe, widens};
 use crate::config::{
     self, ActivationPlan, Bytes, Compute, Config, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier,
-    OptimizerRule, Recomputed,
+    OptimizerRule, Recomputed, ZeroStage,
 };
 use crate::error::Result;
 use crate::recipe::Recipe as Applied;
@@ -132,6 +133,7 @@ pub fn job(
         file_load: rates.file_load,
         file_optimizer: rates.file_optimizer,
         on_cpu,
+        ranks: None,
     })
 }
 
@@ -214,12 +216,12 @@ pub fn allowed(config: &Config, layers: usize, device: Device) -> Result<Allowed
             keep: config.kept_layers(layers)?,
             inputs_on_host: match activations.plan {
                 // Divided layers keep their inputs on the device.
-                ActivationPlan::Auto if optimizer.zero_stage < 3 => None,
+                ActivationPlan::Auto if optimizer.zero_stage != ZeroStage::Three => None,
                 _ => Some(config.keeps_inputs_on_host()),
             },
             optimizer: place(optimizer.place),
         };
-        return Ok(Allowed { layers: None, offloaded: Some(offloaded), splits, rows });
+        return Ok(Allowed { layers: None, offloaded: Some(offloaded), splits, rows, stages: Vec::new() });
     }
     let again = activations.recompute.layer_plan();
     let plan = match activations.plan {
@@ -232,7 +234,7 @@ pub fn allowed(config: &Config, layers: usize, device: Device) -> Result<Allowed
         ActivationPlan::Auto if !mixed && config.experts.is_none() => offloaded_layers(config, device),
         _ => None,
     };
-    Ok(Allowed { layers: Some(plan), offloaded, splits, rows })
+    Ok(Allowed { layers: Some(plan), offloaded, splits, rows, stages: Vec::new() })
 }
 
 /// Ways to offload layers that a plan compares by default.
@@ -267,12 +269,15 @@ fn offloaded_layers(config: &Config, device: Device) -> Option<OffloadedLayers> 
     })
 }
 
-/// Returns the configuration of a training that runs a step as `candidate` plans it. What layers on the device keep is not in it:
+/// Returns the configuration of a training that runs a step as `candidate` plans it. What layers on the device keep that ranks do not divide is not in it:
 /// [`Activations::change`](training::activations::Activations::change) says that.
 pub fn with_choice(config: &Config, candidate: &Candidate) -> Config {
     let mut config = with_placement(config, &candidate.placement);
     if let Some(rows) = candidate.rows {
         config.training.micro_batch_size = Some(rows as usize);
+    }
+    if let (Some(stage), Placement::Resident(plan)) = (candidate.stage, &candidate.placement) {
+        with_stage(&mut config, stage.into(), plan);
     }
     config
 }

@@ -57,6 +57,21 @@ impl KnownRates {
         Ok(if device.is_cuda() { rates.with_nominal_gpu() } else { rates })
     }
 
+    /// Returns the rates of each of `processes` that share the device at the same time.
+    #[must_use]
+    pub fn divided(self, processes: usize) -> Self {
+        let of_each = |rate: f64| rate / processes.max(1) as f64;
+        Self {
+            flops: of_each(self.flops),
+            bandwidth: of_each(self.bandwidth),
+            host_bandwidth: of_each(self.host_bandwidth),
+            host_load: of_each(self.host_load),
+            file_load: of_each(self.file_load),
+            file_optimizer: of_each(self.file_optimizer),
+            ..self
+        }
+    }
+
     fn nominal_of_host() -> Self {
         let MachineRates { flops, bandwidth, transfers, product_workspaces } = MachineRates::NOMINAL;
         Self {
@@ -75,9 +90,9 @@ impl KnownRates {
         Self { flops: 1e13, bandwidth: 1e12, host_load: 1e10, ..self }
     }
 
-    /// Returns the rates that were measured before, for weights in `kind`.
-    pub fn kept(device: Device, kind: Kind) -> Option<Self> {
-        let key = key(device, kind).ok()?;
+    /// Returns the rates that were measured before, for weights in `kind`, of one of `processes` that share the processor.
+    pub fn kept(device: Device, kind: Kind, processes: usize) -> Option<Self> {
+        let key = key(device, kind, processes).ok()?;
         read(&cache_file()?).remove(&key)
     }
 
@@ -86,17 +101,17 @@ impl KnownRates {
     /// # Errors
     /// As [`KnownRates::measure`].
     pub fn get(device: Device, kind: Kind) -> Result<Self> {
-        Self::kept(device, kind).map_or_else(|| Self::measure(device, kind), Ok)
+        Self::kept(device, kind, 1).map_or_else(|| Self::measure(device, kind, 1), Ok)
     }
 
     /// Measures the rates, in some seconds, and keeps them; without keeping them where there is no cache folder. Returns nominal
-    /// rates on a machine with too little memory to measure.
+    /// rates on a machine with too little memory to measure. Of `processes` that share the processor all measure at the same time.
     ///
     /// # Errors
     /// A device that does not exist; no room for a temporary file.
-    pub fn measure(device: Device, kind: Kind) -> Result<Self> {
+    pub fn measure(device: Device, kind: Kind, processes: usize) -> Result<Self> {
         if memory_info(Device::Cpu)?.free < NEEDED {
-            return Self::nominal(device);
+            return Ok(Self::nominal(device)?.divided(processes));
         }
         // Before the first product, when they are distinguishable from other memory.
         let product_workspaces = product_workspaces(device)?;
@@ -129,7 +144,7 @@ impl KnownRates {
         };
         if let Some(path) = cache_file() {
             let mut all = read(&path);
-            all.insert(key(device, kind)?, rates);
+            all.insert(key(device, kind, processes)?, rates);
             // The next run measures again if this fails.
             let _ = write(&path, &all);
         }
@@ -157,11 +172,12 @@ fn cache_file() -> Option<PathBuf> {
     Some(cache_folder()?.parent()?.join(FILE))
 }
 
-fn key(device: Device, kind: Kind) -> Result<String> {
+fn key(device: Device, kind: Kind, processes: usize) -> Result<String> {
     let name = runtime::device::name(device)?;
     let compute = kernels::matmul::compute_kind(device, product_kind(kind));
     let (threads, version) = (tch::get_num_threads(), runtime::torch_version());
-    Ok(format!("{name}, {threads} threads, {compute:?}, libtorch {version}"))
+    let sharing = if processes > 1 { format!(" in each of {processes} processes") } else { String::new() };
+    Ok(format!("{name}, {threads} threads{sharing}, {compute:?}, libtorch {version}"))
 }
 
 /// An unreadable file has no rates.

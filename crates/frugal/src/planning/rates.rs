@@ -13,12 +13,13 @@ use models::DecoderConfig;
 use models::init::Init;
 use models::module::{Input, LanguageModel};
 use offload::{Method, Offload, OffloadConfig, Tier, load_rate};
-use runtime::collectives::{Division, Group, GroupConfig, Launch, Store};
+use runtime::collectives::{Group, GroupConfig, Launch, Store};
 use runtime::device;
 use runtime::file_memory;
 use runtime::measure::{Measurement, Samples};
 use tch::{Device, Kind, Tensor};
 
+use super::over_ranks::gather_rate;
 use crate::error::{Error, Result};
 
 /// Bytes of a file that [`file_read_rate`] reads at most.
@@ -157,15 +158,14 @@ pub fn file_read_rate(path: &Path) -> Result<f64> {
     }
 }
 
-/// Returns the bytes per second that each of two ranks on this machine sends while they gather a tensor of 32 MiB.
+/// Returns the bytes per second that each of two ranks on this machine sends while they gather a tensor.
 ///
 /// # Errors
 /// A loopback interface that does not connect them.
 pub fn loopback_rate() -> Result<f64> {
-    const ELEMENTS: i64 = 8 << 20;
     let port = || TcpListener::bind(("127.0.0.1", 0))?.local_addr().map(|address| address.port());
     let port = port().map_err(|cause| runtime::Error::Other(Box::new(cause)))?;
-    let run = |rank: usize| -> runtime::Result<Vec<f64>> {
+    let run = |rank: usize| -> Result<f64> {
         let launch = Launch::read(|name| match name {
             "RANK" | "LOCAL_RANK" => Some(rank.to_string()),
             "WORLD_SIZE" | "LOCAL_WORLD_SIZE" => Some("2".to_owned()),
@@ -177,28 +177,16 @@ pub fn loopback_rate() -> Result<f64> {
         let options = GroupConfig { timeout: Duration::from_secs(30), ..GroupConfig::default() };
         let store = Store::connect(&launch, options.timeout)?;
         let group = Group::new(&store, "loopback", options)?;
-        let division = Division::even(ELEMENTS, 2);
-        let all_elements = Tensor::f_zeros([ELEMENTS], (Kind::Float, Device::Cpu))?;
-        let part = all_elements.f_narrow(0, division.range(rank).start, division.len(rank))?;
-        let mut samples = Vec::new();
-        for round in 0..6 {
-            group.barrier("before")?;
-            let (began, sent) = (Instant::now(), group.bytes().sent);
-            group.all_gather(&all_elements, division, &part, "the rate of a gather")?.wait()?;
-            if round > 0 {
-                samples.push((group.bytes().sent - sent) as f64 / began.elapsed().as_secs_f64());
-            }
-        }
+        let rate = gather_rate(&group)?;
         group.barrier("end")?;
-        Ok(samples)
+        Ok(rate)
     };
-    let samples = std::thread::scope(|scope| {
+    std::thread::scope(|scope| {
         let other = scope.spawn(|| run(1));
         let first = run(0);
         other.join().expect("a rank returns its error")?;
         first
-    })?;
-    Ok(Samples { samples }.median())
+    })
 }
 
 #[cfg(test)]

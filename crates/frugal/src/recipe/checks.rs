@@ -7,7 +7,7 @@ use tch::{Device, Kind};
 
 use crate::config::{
     ActivationPlan, Compute, Config, Dtype, FrozenPlace, OffloadMethod, OffloadTier, OptimizerPlace,
-    nearest_name,
+    ZeroStage, nearest_name,
 };
 use crate::error::{Error, Result};
 use crate::recipe::pairs::{self, KEPT_CASTS, RECOMPUTE, kept_by};
@@ -80,13 +80,6 @@ pub(super) fn values(config: &Config) -> Result<()> {
         let expected = "`training.evaluate_every` with it: patience counts evaluations";
         return Err(Error::Value { key: "training.patience", found: patience.to_string(), expected });
     }
-    if !(1..=3).contains(&optimizer.zero_stage) {
-        return Err(Error::Value {
-            key: "optimizer.zero_stage",
-            found: optimizer.zero_stage.to_string(),
-            expected: "1, 2 or 3",
-        });
-    }
     if optimizer.replicas == 0 {
         return Err(Error::Value { key: "optimizer.replicas", found: "0".to_owned(), expected: "1 or more" });
     }
@@ -127,8 +120,27 @@ pub(super) fn values(config: &Config) -> Result<()> {
     Ok(())
 }
 
-/// Checks the techniques against a training over several ranks, whose groups are for tensors on `device`.
-pub(super) fn ranks(config: &Config, ranks: usize, device: Device) -> Result<()> {
+/// Returns the stages that the techniques allow over several ranks, whose groups are for tensors on `device`: one at least.
+pub(crate) fn stages(config: &Config, ranks: usize, device: Device) -> Result<Vec<ZeroStage>> {
+    let given = config.optimizer.zero_stage;
+    let stages = if given == ZeroStage::Auto { &ZeroStage::ALL[..] } else { &[given] };
+    let (mut allowed, mut refusal) = (Vec::new(), None);
+    for &stage in stages {
+        match stage_over_ranks(config, stage, ranks, device) {
+            Ok(()) => allowed.push(stage),
+            // Of layers that are offloaded only the last refusal is not that of the others.
+            Err(error) if refusal.is_none() || config.offload.is_some() => refusal = Some(error),
+            Err(_) => {}
+        }
+    }
+    match (allowed.is_empty(), refusal) {
+        (true, Some(error)) => Err(error),
+        _ => Ok(allowed),
+    }
+}
+
+/// Checks the techniques against a stage over several ranks.
+fn stage_over_ranks(config: &Config, stage: ZeroStage, ranks: usize, device: Device) -> Result<()> {
     let refused = |first: &str, why, remedy| {
         Err(Error::Conflict { first: first.to_owned(), second: format!("{ranks} ranks"), why, remedy })
     };
@@ -138,7 +150,7 @@ pub(super) fn ranks(config: &Config, ranks: usize, device: Device) -> Result<()>
             "each rank would read the experts of its own tokens from the same disk, which has never run";
         return refused("`experts`", why, "leave `experts` out, or train in one process");
     }
-    if optimizer.zero_stage < 3 && offload.is_some() {
+    if stage < ZeroStage::Three && offload.is_some() {
         let why = "offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets";
         return refused("`offload`", why, "use `optimizer.zero_stage = 3`, or leave `offload` out");
     }
@@ -157,16 +169,16 @@ pub(super) fn ranks(config: &Config, ranks: usize, device: Device) -> Result<()>
         let remedy = "use `optimizer.frozen_weights = \"whole\"`, or `offload.tier = \"host\"`";
         return refused("`offload.tier = \"file\"`", why, remedy);
     }
-    if optimizer.zero_stage == 3 && (!config.keeps_whole_layers() || config.keeps_inputs_on_host()) {
+    if stage == ZeroStage::Three && (!config.keeps_whole_layers() || config.keeps_inputs_on_host()) {
         let why = "a divided layer keeps all its activations, or its input alone";
         let remedy = "use `activations.plan = \"keep\"`, \"every-k\" or \"recompute\" with `activations.recompute = \"layer\"`, or \
                       `optimizer.zero_stage = 2`";
         return refused("`activations`", why, remedy);
     }
-    if optimizer.zero_stage == 3 && config.keeps_casts() {
+    if stage == ZeroStage::Three && config.keeps_casts() {
         return refused(&format!("{} in mixed precision", kept_by(config)), KEPT_CASTS, RECOMPUTE);
     }
-    if optimizer.zero_stage == 3 && pairs::is_quantized(config) {
+    if stage == ZeroStage::Three && pairs::is_quantized(config) {
         let why = "layers that are divided are placeholders of NaN between their uses, which bytes of quantized weights do not have";
         let remedy = "use `optimizer.zero_stage = 2`, where each rank has the whole base";
         return refused(&pairs::quantized(config), why, remedy);

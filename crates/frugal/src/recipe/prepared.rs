@@ -19,7 +19,7 @@ use training::scaler::GradScaler;
 use training::schedule::LrSchedule;
 use training::trainer::{Capture, FailedCheckpoint, Frozen, TrainerConfig};
 
-use crate::config::{ActivationPlan, Bytes, CaptureMode, Config, OptimizerPlace};
+use crate::config::{ActivationPlan, Bytes, CaptureMode, Config, OptimizerPlace, ZeroStage};
 use crate::error::{Error, Result};
 use crate::planning::Budget;
 use crate::planning::captured::{EXPERTS, OFFLOADED_LAYERS, offload_refusal};
@@ -153,8 +153,11 @@ impl Prepared {
         let stochastic_rounding = own.master_weights.rounding_seed(training.seed);
         let optimizer: Box<dyn Optimizer> = match (ranks, own.place, &handles.offload) {
             (Some(ranks), ..) => {
-                let stage =
-                    [Stage::One, Stage::Two, Stage::Three][usize::from(own.zero_stage.clamp(1, 3)) - 1];
+                let stage = match own.zero_stage {
+                    ZeroStage::Auto | ZeroStage::One => Stage::One,
+                    ZeroStage::Two => Stage::Two,
+                    ZeroStage::Three => Stage::Three,
+                };
                 let options = sharding::ShardingConfig {
                     stage,
                     reduction: own.reduction.into(),
@@ -162,6 +165,8 @@ impl Prepared {
                     stochastic_rounding,
                     order,
                     shards: handles.shards.clone(),
+                    // The loss's own backward adds to a matrix that the embedding uses too.
+                    one_addition: !config.loss.gradients_in_backward,
                     ..sharding::ShardingConfig::default()
                 };
                 Box::new(ShardedOptimizer::boxed(own.rule.rule(), groups, ranks, options)?)

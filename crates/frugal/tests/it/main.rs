@@ -20,6 +20,7 @@ mod layers_over_ranks;
 mod mixtures;
 mod pairs;
 mod predicted_peaks;
+mod predicted_peaks_over_ranks;
 mod quantized_base;
 mod real_models;
 mod recipe;

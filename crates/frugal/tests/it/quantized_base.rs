@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use expect_test::expect;
 use frugal::Error;
-use frugal::config::{Dtype, OffloadConfig, OptimizerPlace};
+use frugal::config::{Dtype, OffloadConfig, OptimizerPlace, ZeroStage};
 use frugal::runtime::collectives::{Group, GroupConfig, Store};
 use frugal::training::trainer::Overflow;
 use testing::ranks::Ranks;
@@ -102,11 +102,11 @@ fn a_rank() {
             set: match number {
                 2 => |config, _| {
                     (config.training.batch, config.training.accumulation) = (ROWS / 2, 2);
-                    config.optimizer.zero_stage = 2;
+                    config.optimizer.zero_stage = ZeroStage::Two;
                 },
                 _ => |config, _| {
                     (config.training.batch, config.training.accumulation) = (ROWS / 2, 2);
-                    config.optimizer.zero_stage = 3;
+                    config.optimizer.zero_stage = ZeroStage::Three;
                 },
             },
         };

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use expect_test::expect;
 use frugal::Error;
-use frugal::config::{Compute, ScalerConfig};
+use frugal::config::{Compute, ScalerConfig, ZeroStage};
 use frugal::runtime::collectives::{Group, GroupConfig, Store};
 use frugal::sharding::Mesh;
 use frugal::training::trainer::Overflow;
@@ -40,7 +40,7 @@ pub(crate) const DIVIDED: [Technique; 2] = [
         promise: Promise::Nothing,
         set: |config, _| {
             (config.training.batch, config.training.accumulation) = (ROWS / 2, 2);
-            config.optimizer.zero_stage = 2;
+            config.optimizer.zero_stage = ZeroStage::Two;
         },
     },
     Technique {
@@ -49,7 +49,7 @@ pub(crate) const DIVIDED: [Technique; 2] = [
         promise: Promise::Nothing,
         set: |config, _| {
             (config.training.batch, config.training.accumulation) = (ROWS / 2, 2);
-            config.optimizer.zero_stage = 3;
+            config.optimizer.zero_stage = ZeroStage::Three;
         },
     },
 ];

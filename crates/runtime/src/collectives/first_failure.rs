@@ -30,16 +30,25 @@ impl Group {
         self.all_reduce(&largest, ReduceConfig { op: ReduceOp::Max, ..ReduceConfig::default() }, label)?;
         let Ok(number @ 1..) = usize::try_from(largest.f_int64_value(&[0])?) else { return Ok(None) };
         let rank = self.size().saturating_sub(number);
-        let own = own.filter(|_| rank == self.rank()).unwrap_or_default().as_bytes();
+        Ok(Some((rank, self.broadcast_text(own.unwrap_or_default(), rank, label)?)))
+    }
+
+    /// Returns the text that rank `root` gives, on every rank. `label` names the operation in errors.
+    ///
+    /// # Errors
+    /// A rank that does not come; a dead group.
+    pub fn broadcast_text(&self, own: &str, root: usize, label: &str) -> Result<String> {
+        let device = self.device();
+        let own = if root == self.rank() { own.as_bytes() } else { &[] };
         let length = Tensor::try_full([1], own.len() as i64, (Kind::Int64, device))?;
-        self.broadcast(&length, rank, label)?;
+        self.broadcast(&length, root, label)?;
         let length = length.f_int64_value(&[0])?;
         let text = match own {
             [] => Tensor::f_zeros([length], (Kind::Uint8, device))?,
             own => Tensor::f_from_slice(own)?.f_to_device(device)?,
         };
-        self.broadcast(&text, rank, label)?;
+        self.broadcast(&text, root, label)?;
         let bytes = Vec::<u8>::try_from(text.f_to_device(Device::Cpu)?)?;
-        Ok(Some((rank, String::from_utf8_lossy(&bytes).into_owned())))
+        Ok(String::from_utf8_lossy(&bytes).into_owned())
     }
 }

@@ -9,7 +9,7 @@ use accounting::model::Sizes;
 use accounting::offload::sizes::{self, Choices};
 use accounting::offload::{Method, OptimizerPlace, Rates, Setup, Start, simulate};
 use accounting::quantity::grouped;
-use accounting::scale::{Division, Step, Work, step};
+use accounting::scale::{Division, Exchange, Step, Work, step};
 use accounting::sharding::Layout;
 use accounting::{Decoder, Error, hardware, presets, sequence_parallel};
 use report::{Case, Environment, Metric, Record};
@@ -72,7 +72,7 @@ fn predict(model: &Decoder, tokens: u64, [gpus, parts]: [u64; 2], loss: Loss) ->
         gradients: layer.gradient_bytes as f64,
         outside_weights: costs.fixed.weight_bytes as f64,
         outside_gradients: costs.fixed.gradient_bytes as f64,
-        sequence: (parts, exchanged as f64, 3),
+        exchange: Exchange { ranks: parts, bytes: exchanged as f64, passes: 3.0 },
     };
     let step = step(&work, Division { stage: ZeroStage::Three, shard: gpus, replicas: 1 }, &H100);
     Ok(Predicted { peak, step })

@@ -4,7 +4,7 @@ use accounting::memory::optimizer::Optimizer;
 use accounting::memory::recipe::Recipe;
 use accounting::memory::zero::ZeroStage;
 use accounting::offload::{Method, OptimizerPlace, Rates, Setup, Start, StepCosts, simulate};
-use accounting::scale::{Division, Network, Work, step};
+use accounting::scale::{Division, Exchange, Network, Work, step};
 use accounting::sequence_parallel;
 use accounting::sharding::Layout;
 use anyhow::bail;
@@ -124,7 +124,7 @@ fn variant(
     let exchanged = sequence_parallel::sent_bytes(&planned.model, planned.work, dtype, parts)?;
     let times = step(
         &Work {
-            sequence: (parts, exchanged as f64, passes),
+            exchange: Exchange { ranks: parts, bytes: exchanged as f64, passes: passes as f64 },
             ..work(costs, &sharded, rates, stage, recompute)
         },
         Division { stage, shard: ranks / replicas, replicas },
@@ -193,7 +193,7 @@ fn work(costs: &StepCosts, sharded: &StepCosts, rates: &Rates, stage: ZeroStage,
     let fixed = costs.fixed;
     let trained = |bytes: u64, parameters: u64| if parameters > 0 { bytes as f64 } else { 0.0 };
     Work {
-        sequence: (1, 0.0, 0),
+        exchange: Exchange::default(),
         layers,
         forward: layer.forward_seconds,
         backward: layer.backward_seconds - if recompute { 0.0 } else { layer.forward_seconds },

@@ -1,6 +1,6 @@
 //! Advice where nothing fits.
 
-use accounting::candidates::{Allowed, Candidate, SearchResult};
+use accounting::candidates::{Candidate, Ranks, SearchResult};
 use accounting::offload::AvailableMemory;
 use accounting::quantity::bytes_text;
 use frugal::Config;
@@ -9,7 +9,7 @@ use frugal::config::{
 };
 use frugal::lora::LoraConfig;
 use frugal::models::DecoderConfig;
-use frugal::planning::{self, Budget, DataShape, KnownRates, NotPredicted, WeightFormat};
+use frugal::planning::{Budget, DataShape, KnownRates, NotPredicted, WeightFormat};
 use tch::{Device, Kind};
 
 /// Changes that are shown.
@@ -26,6 +26,8 @@ pub(crate) struct Question<'a> {
     pub(crate) data: &'a DataShape,
     /// The budget. Of a training that is resumed, only it and the micro-batch can change.
     pub(crate) budget: Budget,
+    /// The ranks that train together; `None` for one process.
+    pub(crate) ranks: Option<Ranks>,
 }
 
 /// A change, what is trained after it, and the bytes of the least way to run a step of that.
@@ -222,9 +224,8 @@ impl Question<'_> {
             config.optimizer.master_weights = MasterWeights::Stochastic;
         }
         let config = &config;
-        let job = planning::job(config, self.shape, (format, self.device), data, &rates)?;
-        let layers = self.shape.num_hidden_layers.unsigned_abs() as usize;
-        let allowed: Allowed = planning::allowed(config, layers, self.device)?;
+        let (job, allowed) =
+            super::step(config, self.shape, (format, self.device), data, &rates, self.ranks)?;
         let result = job.search(&allowed, AvailableMemory { device: self.budget.tensors(), host: None })?;
         result.least().map(Candidate::device_bytes).ok_or_else(|| NotPredicted("no candidate".to_owned()))
     }
@@ -247,7 +248,15 @@ mod tests {
         let question = |tensors: u64, resumes: bool| {
             let budget = Budget { total: none.for_tensors(tensors), resumes, ..none };
             let (config, shape, data) = (&config, &shape, &data);
-            Question { config, shape, format: Kind::Float.into(), device: Device::Cpu, data, budget }
+            Question {
+                config,
+                shape,
+                format: Kind::Float.into(),
+                device: Device::Cpu,
+                data,
+                budget,
+                ranks: None,
+            }
         };
         let of_one =
             |tensors| question(tensors, false).changes().iter().map(|change| change.least).min().unwrap();

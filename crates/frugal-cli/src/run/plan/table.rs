@@ -96,8 +96,9 @@ impl Prediction {
     /// The plan for people.
     pub(super) fn text(&self, budget: Budget) -> String {
         let held = |tensors: u64| budget.held_with(tensors);
+        let of_each = if self.job.ranks.is_some() { " of each rank" } else { "" };
         let mut text = format!(
-            "budget {}; peaks include {} for the program and a reserve of {} %, at least {}, for short-lived allocations\n",
+            "budget {}{of_each}; peaks include {} for the program and a reserve of {} %, at least {}, for short-lived allocations\n",
             budget_text(&budget),
             bytes_text(budget.program()),
             100.0 * planning::RESERVE,

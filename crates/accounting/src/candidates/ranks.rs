@@ -1,0 +1,171 @@
+//! Candidates of a step that several ranks run together.
+
+use super::{Batch, Candidate, Job, Placement};
+use crate::activation_plan::LayerPlan;
+use crate::exact::{product, sum};
+use crate::memory::recipe::Recipe;
+use crate::memory::zero::ZeroStage;
+use crate::offload::StepCosts;
+use crate::scale::{Division, Exchange, Network, Work, step};
+use crate::sharding::{Layout, Region};
+use crate::{Error, sequence_parallel};
+
+/// The ranks that run a step together.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Ranks {
+    /// What they divide.
+    pub stage: ZeroStage,
+    /// All ranks.
+    pub ranks: u64,
+    /// Replicas of what they divide, each of as many ranks.
+    pub replicas: u64,
+    /// Slots for gathered layers of stage 3.
+    pub slots: u64,
+    /// What connects them.
+    pub network: Network,
+}
+
+impl Ranks {
+    /// Returns the micro-batches of a round, of which each group of `sequence_ranks` takes one.
+    pub(super) fn micro_batches(&self, sequence_ranks: u64) -> u64 {
+        (self.ranks / sequence_ranks.max(1)).max(1)
+    }
+
+    fn division(&self) -> Division {
+        Division { stage: self.stage, shard: self.ranks / self.replicas.max(1), replicas: self.replicas }
+    }
+}
+
+impl Job {
+    /// Returns the job whose ranks divide what those of a candidate do.
+    #[must_use]
+    pub fn at(&self, candidate: &Candidate) -> Self {
+        let mut job = self.clone();
+        if let (Some(ranks), Some(stage)) = (&mut job.ranks, candidate.stage) {
+            ranks.stage = stage;
+        }
+        job
+    }
+
+    /// Whether ranks divide the layers' weights.
+    pub(super) fn divides_layers(&self) -> bool {
+        self.ranks.is_some_and(|ranks| ranks.stage == ZeroStage::Three)
+    }
+
+    /// The division of what is trained and, in stage 3, of the layers; and the formats of what is stepped. Adapters are in fp32.
+    fn layout(&self, ranks: &Ranks) -> Result<(Layout, Recipe), Error> {
+        let Division { stage, shard, replicas } = ranks.division();
+        let recipe = self.choices.recipe;
+        let (layout, recipe) = match &self.lora {
+            Some(lora) => {
+                (Layout::of_adapters(&self.model, lora, recipe.parameters, stage, shard)?, Recipe::FP32)
+            }
+            None => (Layout::of_decoder(&self.model, &recipe, stage, shard)?, recipe),
+        };
+        Ok((layout.with_replicas(replicas)?, recipe))
+    }
+
+    /// The costs of the rank that owns the most, of those of the whole model.
+    pub(super) fn divided(&self, costs: StepCosts) -> Result<StepCosts, Error> {
+        let Some(ranks) = &self.ranks else { return Ok(costs) };
+        let (layout, recipe) = self.layout(ranks)?;
+        layout.costs(costs, &recipe, self.choices.optimizer, ranks.slots)
+    }
+
+    /// Bytes that an update adds, of which one process adds `whole`. Ranks step fp32 copies by sums in fp32, which need no other; weights of 16
+    /// bits by gradients in their dtype.
+    pub(super) fn update_bytes(&self, whole: u64) -> Result<u64, Error> {
+        const WHAT: &str = "bytes of the optimizer's step";
+        let Some(ranks) = &self.ranks else { return Ok(whole) };
+        let recipe = self.choices.recipe;
+        if recipe.master.is_some() || recipe.parameters.storage_bits() >= recipe.state.storage_bits() {
+            return Ok(0);
+        }
+        let share = self.model.parameters()?.div_ceil(ranks.division().shard);
+        let copies = product(WHAT, &[2, recipe.state.bytes(share)?])?;
+        sum(WHAT, [whole.min(copies), recipe.parameters.bytes(share)?])
+    }
+
+    /// Returns the bytes of a peak that are there only while an earlier reduction is still under way: those of
+    /// [`Layout::overlapping_bytes`], and in stage 2 the copy of a bucket where the last one follows late.
+    ///
+    /// # Errors
+    /// Counts beyond 64 bits.
+    pub fn overlapping_bytes(&self) -> Result<u64, Error> {
+        let Some(ranks) = &self.ranks else { return Ok(0) };
+        let layout = self.layout(ranks)?.0;
+        let bytes = |region: &Region| region.gradients.map_or(Ok(0), |dtype| dtype.bytes(region.elements));
+        let copies = layout.regions.iter().map(bytes).collect::<Result<Vec<_>, _>>()?;
+        let copy = if ranks.stage == ZeroStage::Two { copies.into_iter().max().unwrap_or(0) } else { 0 };
+        sum("bytes of reductions", [layout.overlapping_bytes()?, copy])
+    }
+
+    /// The bytes of the slots for gathered layers.
+    pub(super) fn slots(&self) -> Result<u64, Error> {
+        let Some(ranks) = &self.ranks else { return Ok(0) };
+        let (layout, recipe) = self.layout(ranks)?;
+        Ok(layout.rank_bytes(0, &recipe, self.choices.optimizer, ranks.slots)?.slots)
+    }
+
+    /// The seconds in which a rank waits for others in a round of a step, and in its last one; `whole` are the costs of the whole model.
+    ///
+    /// Transfers run beside compute. But processes that share a CPU send with the cores that compute, so there they take turns.
+    pub(super) fn waits(
+        &self,
+        whole: &StepCosts,
+        placement: &Placement,
+        pass: Batch,
+    ) -> Result<[f64; 2], Error> {
+        let Some(ranks) = &self.ranks else { return Ok([0.0; 2]) };
+        let layers = whole.layers.len() as u64;
+        let hides = !self.on_cpu || ranks.ranks > ranks.network.node;
+        let mean = |seconds: f64| if hides { seconds / layers.max(1) as f64 } else { 0.0 };
+        let forward: f64 = whole.layers.iter().map(|layer| layer.forward_seconds).sum();
+        let backward: f64 = whole.layers.iter().map(|layer| layer.backward_seconds).sum();
+        let three = ranks.stage == ZeroStage::Three;
+        let bytes = |of: fn(&crate::offload::Layer) -> u64| {
+            whole.layers.iter().map(|layer| of(layer) as f64).sum::<f64>() / layers.max(1) as f64
+        };
+        let trained = |bytes: u64| if whole.fixed.trainable > 0 { bytes as f64 } else { 0.0 };
+        let last = Work {
+            layers,
+            forward: mean(forward),
+            // The costs of a layer include the forward of one that runs again.
+            backward: mean(backward - forward),
+            outside: if hides { whole.fixed.seconds } else { 0.0 },
+            optimizer: 0.0,
+            weights: if three {
+                bytes(|layer| layer.slot_bytes)
+            } else {
+                bytes(|layer| layer.trainable_bytes)
+            },
+            gradients: bytes(|layer| layer.gradient_bytes),
+            outside_weights: trained(whole.fixed.weight_bytes),
+            outside_gradients: whole.fixed.gradient_bytes as f64,
+            exchange: self.exchange(placement, pass)?,
+        };
+        // Only the last round is followed by an update.
+        let weights = if three { last.weights } else { 0.0 };
+        let between = Work { weights, outside_weights: 0.0, ..last };
+        Ok([between, last].map(|work| step(&work, ranks.division(), &ranks.network).exposed()))
+    }
+
+    fn exchange(&self, placement: &Placement, pass: Batch) -> Result<Exchange, Error> {
+        let ranks = self.choices.sequence_ranks;
+        let bytes =
+            sequence_parallel::sent_bytes(&self.model, pass.work, self.choices.recipe.compute, ranks)?;
+        let again = match placement {
+            Placement::Resident(plan) => {
+                let runs_again = |kept: &&LayerPlan| {
+                    matches!(
+                        kept,
+                        LayerPlan::RecomputeAll | LayerPlan::RecomputeAttention | LayerPlan::Offload
+                    )
+                };
+                plan.iter().filter(runs_again).count() as f64 / plan.len().max(1) as f64
+            }
+            Placement::Offloaded { .. } => 1.0,
+        };
+        Ok(Exchange { ranks, bytes: bytes as f64, passes: 2.0 + again })
+    }
+}
