@@ -102,14 +102,16 @@ pub(crate) fn run(common: &Common, arguments: &Launch) -> anyhow::Result<()> {
     }
     let machines_of_run = machines.as_ref().map_or(1, |machines| machines.count);
     let ranks_of_all = arguments.ranks as usize * machines_of_run;
-    if let Some(Machines { count, rank, master: (host, _), .. }) =
-        machines.as_ref().filter(|own| own.rank > 0)
-    {
+    if let Some(Machines { count, rank, master: (host, port), .. }) = &machines {
         let (first, own) = (rank * usize::from(arguments.ranks), usize::from(arguments.ranks));
-        common.note(&format!(
-            "machine {rank} of {count}: {}; rank 0, which prints the progress and writes the output, is on {host}",
-            if own == 1 { format!("rank {first}") } else { format!("ranks {first} to {}", first + own - 1) }
-        ));
+        let ranks =
+            if own == 1 { format!("rank {first}") } else { format!("ranks {first} to {}", first + own - 1) };
+        common.note(&match rank {
+            0 => format!("machine 0 of {count}: {ranks}; the others are awaited at {host}:{port}"),
+            _ => format!(
+                "machine {rank} of {count}: {ranks}; rank 0, which prints the progress and writes the output, is on {host}"
+            ),
+        });
     }
     for restart_count in 0..=arguments.restarts {
         let (ranks, machines) = (arguments.ranks.into(), machines.clone());
