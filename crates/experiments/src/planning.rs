@@ -31,7 +31,10 @@ impl Verb {
         let driver = driver.on_cpu();
         match self {
             Self::Busy(arguments) => driver.run("busy-machine", |bench| busy::run(bench, arguments)),
-            Self::Choice(arguments) => driver.run("plan-choice", |bench| choice::run(bench, arguments)),
+            Self::Choice(arguments) => {
+                let name = if arguments.ranks > 1 { "plan-choice-ranks" } else { "plan-choice" };
+                driver.run(name, |bench| choice::run(bench, arguments))
+            }
             Self::Held => driver.run("held-memory", held::run),
             Self::Large(arguments) => driver.run("plan-large", |bench| large::run(bench, arguments)),
             Self::Weights => driver.run("bf16-weights", weights::run),

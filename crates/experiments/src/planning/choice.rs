@@ -1,4 +1,5 @@
-//! `planning choice`: the plan that `frugal finetune` chooses under a budget, against every other way to run the same step.
+//! `planning choice`: the plan that `frugal finetune` chooses under a budget, against every other way to run the same step; in one process, or
+//! over ranks that `frugal launch` starts.
 //!
 //! Each variant is a training of its own under the same budget; rounds alternate over the variants. Its time is the least, over the
 //! rounds, of the median step. A variant that the budget refuses does not fit.
@@ -16,6 +17,9 @@ const ROWS: usize = 64;
 
 #[derive(clap::Args)]
 pub(crate) struct Choice {
+    /// Processes that train together
+    #[arg(long, default_value_t = 1)]
+    pub(crate) ranks: usize,
     /// Steps of a training [default: by scale]
     #[arg(long)]
     steps: Option<usize>,
@@ -32,8 +36,9 @@ struct Job {
     method: &'static str,
     rows: usize,
     length: usize,
-    /// `None` for the default one.
+    /// `None` for the default one. Of several ranks, that of each.
     budget: Option<&'static str>,
+    ranks: usize,
 }
 
 /// A way to run a step, as flags.
@@ -65,25 +70,46 @@ const TRAINED: [Variant; 8] = [
     ("layers and optimizer in files", &["--offload", "file", "--optimizer-on", "host"]),
 ];
 
+/// The other ways over ranks.
+const DIVIDED: [Variant; 8] = [
+    ("ZeRO-1, keep all", &["--zero-stage", "1", "--activations", "keep"]),
+    ("ZeRO-1, recompute every second layer", &["--zero-stage", "1", "--activations", "every-k"]),
+    ("ZeRO-1, recompute all", &["--zero-stage", "1", "--activations", "recompute"]),
+    ("ZeRO-1, one row at a time", &["--zero-stage", "1", "--activations", "keep", "--micro-batch-size", "1"]),
+    ("ZeRO-2, keep all", &["--zero-stage", "2", "--activations", "keep"]),
+    ("ZeRO-2, recompute all", &["--zero-stage", "2", "--activations", "recompute"]),
+    ("ZeRO-3, keep all", &["--zero-stage", "3", "--activations", "keep"]),
+    ("ZeRO-3, recompute all", &["--zero-stage", "3", "--activations", "recompute"]),
+];
+
 impl Job {
     fn variants(&self, scale: Scale) -> impl Iterator<Item = Variant> {
-        let others = if self.method == "full" { &TRAINED[..] } else { &FROZEN };
+        let others = match self.method {
+            _ if self.ranks > 1 => &DIVIDED[..],
+            "full" => &TRAINED[..],
+            _ => &FROZEN,
+        };
         let tried = if scale == Scale::Smoke { 2 } else { others.len() };
         std::iter::once(CHOSEN).chain(others[..tried].iter().copied())
     }
 
     /// Such as `SmolLM2-135M, full, 4 × 256 tokens, within 3GiB`.
     fn name(&self) -> String {
-        let Self { model, method, rows, length, .. } = self;
+        let Self { model, method, rows, length, ranks, .. } = self;
         let budget = self.budget.map_or("80 % of the free memory".to_owned(), str::to_owned);
-        format!("{model}, {method}, {rows} × {length} tokens, within {budget}")
+        match ranks {
+            1 => format!("{model}, {method}, {rows} × {length} tokens, within {budget}"),
+            _ => format!(
+                "{model}, {method}, {rows} × {length} tokens on each of {ranks} ranks, within {budget} each"
+            ),
+        }
     }
 
     fn arguments(&self, steps: usize, variant: Variant) -> Vec<String> {
         let rows = self.rows.to_string();
-        let steps = steps.to_string();
+        let (steps, ranks) = (steps.to_string(), self.ranks.to_string());
         let mut arguments = vec!["--model", "model", "--data", "rows.jsonl", "--method", self.method];
-        arguments.extend(["--batch-size", &rows, "--accumulation", "1", "--steps", &steps]);
+        arguments.extend(["--batch-size", &rows, "--accumulation", &ranks, "--steps", &steps]);
         arguments.extend(["--dropout", "0"].into_iter().filter(|_| self.method == "lora"));
         arguments.extend(["--held-out", "0", "--log-every", "1", "--samples", "0"]);
         arguments.extend(self.budget.iter().flat_map(|budget| ["--budget", *budget]));
@@ -93,7 +119,7 @@ impl Job {
 }
 
 /// The cases of a scale.
-fn jobs(scale: Scale) -> Vec<Job> {
+fn jobs(scale: Scale, ranks: usize) -> Vec<Job> {
     let tied = |config: DecoderConfig, kv_heads| DecoderConfig {
         num_key_value_heads: kv_heads,
         tie_word_embeddings: true,
@@ -107,13 +133,24 @@ fn jobs(scale: Scale) -> Vec<Job> {
         config,
         kind,
         method,
-        rows: 4,
+        rows: if ranks > 1 { 2 } else { 4 },
         length,
         budget,
+        ranks,
     };
     let (wide, narrow) = (Kind::Float, Kind::BFloat16);
     if scale == Scale::Smoke {
         return vec![job("tiny", tiny(), wide, "lora", 32, None)];
+    }
+    if ranks > 1 {
+        return vec![
+            job("SmolLM2-135M", smol(), wide, "lora", 128, None),
+            job("SmolLM2-135M", smol(), wide, "lora", 128, Some("900MiB")),
+            job("SmolLM2-135M", smol(), wide, "lora", 128, Some("720MiB")),
+            job("SmolLM2-135M", smol(), wide, "full", 128, None),
+            job("SmolLM2-135M", smol(), wide, "full", 128, Some("1800MiB")),
+            job("Qwen2.5-0.5B", qwen(), narrow, "lora", 128, Some("1250MiB")),
+        ];
     }
     vec![
         job("SmolLM2-135M", smol(), wide, "lora", 128, None),
@@ -129,7 +166,8 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Choice) -> anyhow::Result<()> {
     let is_smoke = bench.scale == Scale::Smoke;
     let steps = arguments.steps.unwrap_or(if is_smoke { 6 } else { 7 });
     let rounds = arguments.rounds.unwrap_or(if is_smoke { 1 } else { 2 });
-    let jobs = jobs(bench.scale);
+    let ranks = arguments.ranks;
+    let jobs = jobs(bench.scale, ranks);
     let sandbox = Sandbox::new()?;
     bench.expect(rounds * jobs.iter().map(|job| job.variants(bench.scale).count()).sum::<usize>());
     for job in jobs {
@@ -142,7 +180,7 @@ pub(crate) fn run(bench: &mut Bench, arguments: &Choice) -> anyhow::Result<()> {
                 bench.message(&format!("{}, {}: {}", job.model, job.method, variant.0));
                 // A configuration that did not fit once is not tried again.
                 if round == 0 || !trained.is_empty() {
-                    trained.extend(sandbox.train(&job.arguments(steps, *variant))?);
+                    trained.extend(sandbox.train_over(&job.arguments(steps, *variant), ranks)?);
                 }
                 bench.step();
             }

@@ -271,9 +271,20 @@ impl Sandbox {
     /// # Errors
     /// Any other failure.
     pub(super) fn train(&self, arguments: &[String]) -> anyhow::Result<Option<Trained>> {
+        self.train_over(arguments, 1)
+    }
+
+    /// [`Sandbox::train`] over so many processes.
+    ///
+    /// # Errors
+    /// As [`Sandbox::train`].
+    pub(super) fn train_over(&self, arguments: &[String], ranks: usize) -> anyhow::Result<Option<Trained>> {
         let records = self.folder.path().join("records.jsonl");
         let out = self.folder.path().join("out");
         let mut command = self.command();
+        if ranks > 1 {
+            command.args(["launch", "-n", &ranks.to_string(), "--"]);
+        }
         command.arg("finetune").args(arguments).args([
             "--device",
             "cpu",
@@ -316,6 +327,8 @@ impl Sandbox {
             losses: (losses[0], losses[losses.len() - 1]),
         };
         for line in String::from_utf8_lossy(&stdout).lines() {
+            // `frugal launch` says whose line it is.
+            let line = line.strip_prefix("[0] ").unwrap_or(line);
             let value: Value = serde_json::from_str(line).with_context(|| line.to_owned())?;
             if let Some(chosen) = value["plan"]["chosen"].as_str() {
                 trained.chosen = Some(chosen.to_owned());
