@@ -50,8 +50,8 @@ fn shape() -> DecoderConfig {
 }
 
 fn config(case: &Case) -> Config {
-    let mut config = Config::default();
-    config.adapter = case.adapters.then(|| LoraConfig { r: 8, ..Config::default_adapter() });
+    let adapter = case.adapters.then(|| LoraConfig { r: 8, ..Config::default_adapter() });
+    let mut config = Config { adapter, ..Config::default() };
     config.model.dtype = (case.kind == Kind::BFloat16).then_some(Dtype::Bfloat16);
     (config.training.batch, config.training.accumulation) = (2, case.accumulation);
     config.training.micro_batch_size = case.at_once;
