@@ -99,7 +99,7 @@ pub struct Job {
     pub file_optimizer: f64,
     /// Whether the device is the host's processor.
     pub on_cpu: bool,
-    /// The ranks that run a step together, of which the device is one; `None` for one process.
+    /// The ranks that run a step together, this one among them; `None` for one process.
     pub ranks: Option<Ranks>,
 }
 

@@ -26,7 +26,7 @@ pub struct Ranks {
 }
 
 impl Ranks {
-    /// Returns the micro-batches of a round, of which each group of `sequence_ranks` takes one.
+    /// Returns the micro-batches of a round: one for each group of `sequence_ranks`.
     pub(super) fn micro_batches(&self, sequence_ranks: u64) -> u64 {
         (self.ranks / sequence_ranks.max(1)).max(1)
     }
@@ -72,7 +72,7 @@ impl Job {
         layout.costs(costs, &recipe, self.choices.optimizer, ranks.slots)
     }
 
-    /// Bytes that an update adds, of which one process adds `whole`. Ranks step fp32 copies by sums in fp32, which need no other; weights of 16
+    /// Bytes that an update adds; one process adds `whole`. Ranks step fp32 copies by sums in fp32, which need no other; weights of 16
     /// bits by gradients in their dtype.
     pub(super) fn update_bytes(&self, whole: u64) -> Result<u64, Error> {
         const WHAT: &str = "bytes of the optimizer's step";

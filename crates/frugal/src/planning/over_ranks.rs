@@ -25,7 +25,7 @@ pub fn latency(device: Device) -> f64 {
     LATENCY[usize::from(device.is_cuda())]
 }
 
-/// Measures what connects the ranks of a group, of which `node` run on this machine. All of them call it.
+/// Measures the network between the ranks of a group; `node` of them run on this machine. All of them call it.
 ///
 /// # Errors
 /// A rank that does not come.
