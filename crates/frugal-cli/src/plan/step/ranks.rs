@@ -17,8 +17,6 @@ use super::variants::{OverRanks, Variant};
 use super::{PlannedStep, StepArgs};
 
 const RANKS: &str = "Ranks";
-/// Seconds of one step of a tree, between GPUs and between processes over TCP.
-const LATENCY: [f64; 2] = [10e-6, 100e-6];
 
 #[derive(Args)]
 pub(super) struct RanksArgs {
@@ -66,8 +64,8 @@ impl RanksArgs {
     fn network(&self, planned: &StepArgs) -> anyhow::Result<Network> {
         // Processes on CPUs send each other what they need; between GPUs NCCL passes it on in rings.
         let (local, latency, direct) = match planned.hardware {
-            Some(gpu) => (gpu.between_gpus(), LATENCY[0], false),
-            None => (planning::loopback_rate()?, LATENCY[1], true),
+            Some(gpu) => (gpu.between_gpus(), planning::latency(Device::Cuda(0)), false),
+            None => (planning::loopback_rate()?, planning::latency(Device::Cpu), true),
         };
         let between = self.network.map_or(local, |rate| rate as f64);
         Ok(Network { node: self.ranks / self.nodes, local, between, latency, direct })
