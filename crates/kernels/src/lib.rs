@@ -11,6 +11,8 @@
 //! | [`dropout`] | a mask that is a function of a seed |
 //! | [`cross_entropy`] | the passes over a tile of logits |
 //! | [`adam`] | one step of Adam |
+//! | [`adam_8bit`] | one step of AdamW with moments in 8 bits |
+//! | [`lion`] | one step of Lion |
 //! | [`stochastic_rounding`] | parameters in bf16 and fp16 without a copy in fp32 |
 //! | [`gradients`] | scaling, unscaling and the norm of many gradients |
 //! | [`loss_scale`] | the update of a loss scale on the device |
@@ -34,6 +36,7 @@
 //! nothing, and are for use in a hand-written [`Function`](runtime::autograd::Function).
 
 pub mod adam;
+pub mod adam_8bit;
 #[cfg(target_arch = "x86_64")]
 mod amx;
 pub mod attention;
@@ -49,6 +52,7 @@ mod gemm;
 pub mod gpu;
 pub mod gradients;
 pub mod linear;
+pub mod lion;
 pub mod loss_scale;
 pub mod low_rank;
 pub mod matmul;
