@@ -3,7 +3,8 @@
 //! For each chunk of c tokens: Z = X·Wᵀ `[c, v]` into a buffer shared by all chunks; the row statistics of Z; Z ← ∂L/∂Z in
 //! place; dX = ∂Z·W, and dW += ∂Zᵀ·X (the first chunk overwrites). Where rows R of W are replaced for some classes, their columns of Z
 //! become X·Rᵀ, and those of ∂Z go to dX and dR instead. Between forward and backward the function saves dX and dW,
-//! or two numbers per token if the gradients need the upstream gradient first.
+//! or two numbers per token if the gradients need the upstream gradient first. A row of dX is a multiple of the upstream gradient of its
+//! token's loss, so per-token losses need it first only for the gradients that sum over tokens.
 
 mod chunk;
 mod gradient_sums;
@@ -68,7 +69,9 @@ pub(crate) struct Fused {
 /// State that backward needs from forward besides saved tensors.
 #[derive(Default)]
 pub(crate) struct State {
-    /// The gradients computed in forward.
+    /// Whether forward computed the gradients.
+    in_forward: bool,
+    /// Those that it computed.
     computed: [bool; INPUTS],
     kind: Option<Kind>,
 }
@@ -86,10 +89,10 @@ impl Function for Fused {
         let options = self.options_of(device);
         let pass = self.pass;
 
-        let in_forward = ctx.will_run_backward() && !self.needs_upstream();
-        let wanted = std::array::from_fn(|slot| {
-            in_forward && self.index_of(slot).is_some_and(|index| ctx.needs_input_grad(index))
-        });
+        let wanted: [bool; INPUTS] =
+            std::array::from_fn(|slot| self.index_of(slot).is_some_and(|index| ctx.needs_input_grad(index)));
+        let in_forward = ctx.will_run_backward() && !self.needs_upstream(wanted);
+        let wanted = wanted.map(|is_wanted| is_wanted && in_forward);
         // The loss scale is applied in backward; fp16 gradients would underflow before that.
         let saved_kind = if kind == Kind::Half { plan.compute } else { kind };
         let mut sums = GradientSums::new(wanted, saved_kind, plan.is_one(rows));
@@ -143,7 +146,7 @@ impl Function for Fused {
         }
         drop(scratch);
 
-        self.state.kind = Some(kind);
+        (self.state.kind, self.state.in_forward) = (Some(kind), in_forward);
         if in_forward {
             self.state.computed = sums.wanted;
             for gradient in sums.finish(self, &operands, saved_kind)?.iter().flatten() {
@@ -165,10 +168,9 @@ impl Function for Fused {
     fn backward(&self, ctx: &mut Backward, grads: Vec<Option<Tensor>>) -> Result<Vec<Option<Tensor>>> {
         let count = self.given.iter().filter(|given| **given).count();
         let mut result: Vec<Option<Tensor>> = std::iter::repeat_with(|| None).take(count).collect();
-        let gradients = if self.needs_upstream() {
-            self.recompute(ctx, &grads)?
-        } else {
-            self.scale(ctx, grads.into_iter().next().flatten())?
+        let gradients = match self.state.in_forward {
+            true => self.scale(ctx, grads.into_iter().next().flatten())?,
+            false => self.recompute(ctx, &grads)?,
         };
         for (slot, gradient) in gradients.into_iter().enumerate() {
             let (Some(index), Some(gradient)) = (self.index_of(slot), gradient) else { continue };
@@ -207,10 +209,15 @@ impl Fused {
         Ok(upstream.f_contiguous()?)
     }
 
-    /// Returns the gradients computed in forward, times the upstream gradient.
+    /// Returns the gradients computed in forward, times the upstream gradient: a number, or one for each token.
     fn scale(&self, ctx: &mut Backward, upstream: Option<Tensor>) -> Result<[Option<Tensor>; INPUTS]> {
         let mut result = [const { None }; INPUTS];
-        let Some(upstream) = upstream else { return Ok(result) };
+        let Some(mut upstream) = upstream else { return Ok(result) };
+        if self.options.reduction == Reduction::None {
+            // Of ignored tokens, whose rows are 0, it may be anything.
+            let of_rows = self.gather(&upstream.f_reshape([-1])?, 0, self.rows.count)?;
+            upstream = self.scatter(&of_rows, 0.0)?.f_reshape([-1, 1])?;
+        }
         let overwrite = ctx.may_overwrite_saved();
         let kind = self.state.kind.unwrap_or(self.plan.compute);
         let mut saved = ctx.take_saved().into_iter();
@@ -220,7 +227,13 @@ impl Fused {
                 continue;
             }
             // A tensor saved for another backward is never returned: the caller may write into its gradients.
-            if overwrite {
+            if overwrite && upstream.dim() > 0 {
+                // By chunks, whose product in the dtype of the loss is a copy.
+                for (start, count) in self.plan.chunks(self.sizes.tokens) {
+                    let part = |tensor: &Tensor| tensor.f_narrow(0, start, count);
+                    let _ = part(&gradient)?.f_mul_(&part(&upstream)?)?;
+                }
+            } else if overwrite {
                 scale_(&mut gradient, &upstream)?;
             } else {
                 gradient = gradient.f_mul(&upstream)?;

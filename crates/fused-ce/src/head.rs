@@ -10,6 +10,7 @@ use tch::Tensor;
 
 use crate::error::{Error, Result, refused};
 use crate::inputs::{Inputs, ReplacedRows};
+use crate::linear_cross_entropy::Output;
 use crate::options::{LinearCrossEntropy, LogSumExp, Reduction};
 
 /// A [`LossHead`] over the weight of the output projection, which may be shared (a tied embedding).
@@ -94,17 +95,44 @@ impl LossHead for LinearCrossEntropyHead {
         context: &Context<'_>,
     ) -> models::Result<LossOutput> {
         let loss = LinearCrossEntropy { predictions: context.accuracy, ..self.loss.clone() };
-        let inputs = Inputs {
+        let output = self.run(&loss, hidden_btd, labels_bt, context)?;
+        Ok(LossOutput { sum: output.loss, correct: output.correct })
+    }
+
+    fn token_losses(
+        &self,
+        hidden_btd: &Tensor,
+        labels_bt: &Tensor,
+        context: &Context<'_>,
+    ) -> models::Result<Tensor> {
+        let loss = LinearCrossEntropy {
+            reduction: Reduction::None,
+            label_smoothing: 0.0,
+            z_loss: 0.0,
+            // A sum over a row of rounded logits would err by nats.
+            round_logits: false,
+            ..self.loss.clone()
+        };
+        Ok(self.run(&loss, hidden_btd, labels_bt, context)?.loss)
+    }
+}
+
+impl LinearCrossEntropyHead {
+    fn run(
+        &self,
+        loss: &LinearCrossEntropy,
+        hidden_btd: &Tensor,
+        labels_bt: &Tensor,
+        context: &Context<'_>,
+    ) -> Result<Output> {
+        let replaced = self.token_rows.as_ref();
+        loss.run(&Inputs {
             bias: self.bias.as_ref(),
-            replaced_rows: self
-                .token_rows
-                .as_ref()
+            replaced_rows: replaced
                 .map(|replaced| ReplacedRows { classes: replaced.tokens(), rows: &replaced.rows }),
             labelled_tokens: context.labelled_tokens.map(|number| number.min(labels_bt.numel() as i64)),
             ..Inputs::new(hidden_btd, &self.weight, labels_bt)
-        };
-        let output = loss.run(&inputs)?;
-        Ok(LossOutput { sum: output.loss, correct: output.correct })
+        })
     }
 }
 

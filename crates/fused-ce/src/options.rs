@@ -10,8 +10,9 @@ pub enum Reduction {
     Mean,
     /// The sum.
     Sum,
-    /// No reduction: one loss per token, 0 for ignored tokens. Backward recomputes the logits: four products instead of
-    /// three.
+    /// No reduction: one loss per token, 0 for ignored tokens. Where nothing but the hidden states is trained, each row of their gradient
+    /// is computed in forward, and backward multiplies it by the token's upstream gradient. Otherwise backward recomputes the
+    /// logits: four products instead of three.
     None,
 }
 
@@ -39,8 +40,9 @@ pub enum Chunk {
 /// When gradients are computed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Gradients {
-    /// In forward, from the logits in memory: three products, and the gradients are saved until backward. Per-token losses and
-    /// a differentiable log-sum-exp need the upstream gradient; their gradients are always computed in backward.
+    /// In forward, from the logits in memory: three products, and the gradients are saved until backward. Those of a differentiable
+    /// log-sum-exp, and of per-token losses if more than the hidden states is trained, need the upstream gradient: they are always
+    /// computed in backward.
     #[default]
     Forward,
     /// In backward, from recomputed logits: four products, and only two numbers per token are saved.

@@ -26,9 +26,10 @@ impl Operands {
 }
 
 impl Fused {
-    /// Returns whether the gradients need the upstream gradient, so that backward computes them.
-    pub(super) fn needs_upstream(&self) -> bool {
-        self.options.reduction == Reduction::None
+    /// Returns whether the `wanted` gradients need the upstream gradient, so that backward computes them.
+    pub(super) fn needs_upstream(&self, wanted: [bool; INPUTS]) -> bool {
+        let sum_over_tokens = [WEIGHT, BIAS, ADAPTER_B, REPLACED_ROWS];
+        self.options.reduction == Reduction::None && sum_over_tokens.iter().any(|slot| wanted[*slot])
             || self.options.log_sum_exp == LogSumExp::Differentiable
             || self.options.gradients == Gradients::Backward
     }

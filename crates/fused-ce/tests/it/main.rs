@@ -17,5 +17,6 @@ mod quantized_weight;
 mod replaced_rows;
 mod semantics;
 mod threads;
+mod token_gradients;
 mod vocabulary_parallel;
 mod vocabulary_parallel_processes;
