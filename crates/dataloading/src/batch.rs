@@ -17,6 +17,8 @@ pub struct Batch {
     pub packing: Option<Packing>,
     /// Positions of padding at the end of each row, on the host; empty if no row has any.
     pub padding: Vec<i64>,
+    /// The sequences whose probabilities an objective compares; `None` for an objective of single tokens.
+    pub sequences: Option<Sequences>,
     /// Counts, on the host.
     pub counts: Counts,
 }
@@ -36,6 +38,53 @@ pub struct Packing {
     pub starts: Vec<i32>,
     /// The length of the longest document.
     pub longest: i64,
+}
+
+/// Completions that an objective takes as wholes, such as the chosen and the rejected one of a pair.
+#[derive(Debug)]
+pub struct Sequences {
+    /// `[rows, length]`, int64, on the batch's device: the number of the sequence that a label belongs to, from 0; the number of sequences
+    /// for a label before its sequence, in the prompt. Positions without a label have any of these.
+    pub ids: Tensor,
+    /// `[sequences]`, fp32, on the batch's device: the labels of each.
+    pub lengths: Tensor,
+    /// `[sequences]`, fp32, on the batch's device: the log-probability of each by a reference model; `None` if it is not known.
+    pub reference: Option<Tensor>,
+    /// Labels of the chosen sequences of pairs, with those of their prompts.
+    pub chosen_targets: usize,
+    /// Of an objective over desirable and undesirable answers; `None` if sequences are pairs of a chosen and a rejected one.
+    pub ratings: Option<Ratings>,
+}
+
+/// Which sequences are desirable.
+#[derive(Debug)]
+pub struct Ratings {
+    /// `[sequences]`, fp32, on the batch's device: 1 for a desirable one, −1 for an undesirable one.
+    pub signs: Tensor,
+    /// The number of desirable ones.
+    pub desirable: usize,
+    /// The prompts of the sequences with answers of other prompts, in the sequences' order, with their own [`Sequences`] without ratings. Packed
+    /// batches have them in another order.
+    pub mismatched: Box<Batch>,
+}
+
+impl Sequences {
+    /// Returns the number of sequences.
+    pub fn count(&self) -> i64 {
+        self.lengths.numel() as i64
+    }
+
+    /// Returns the number of examples: pairs, or rated sequences.
+    pub fn examples(&self) -> usize {
+        self.lengths.numel() / if self.ratings.is_some() { 1 } else { 2 }
+    }
+
+    /// Returns the numbers of sequences that are chosen or desirable, and that are rejected or undesirable.
+    pub fn chosen_and_rejected(&self) -> [usize; 2] {
+        let all = self.lengths.numel();
+        let chosen = self.ratings.as_ref().map_or(all / 2, |ratings| ratings.desirable);
+        [chosen, all - chosen]
+    }
 }
 
 /// Counts of a batch.

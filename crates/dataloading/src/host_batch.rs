@@ -312,7 +312,14 @@ impl HostBatch {
             None
         };
         let padding = if self.counts.padding > 0 { self.padding.clone() } else { Vec::new() };
-        Ok(Batch { tokens: part(0)?, labels: part(1)?, packing, padding, counts: self.counts })
+        Ok(Batch {
+            tokens: part(0)?,
+            labels: part(1)?,
+            packing,
+            padding,
+            sequences: None,
+            counts: self.counts,
+        })
     }
 }
 

@@ -30,7 +30,9 @@ mod csv_file;
 mod json_array;
 mod messages;
 mod parquet_file;
+mod preference;
 mod prompt_templates;
+mod rated;
 mod record_format;
 mod splits;
 

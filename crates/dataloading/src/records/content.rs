@@ -4,6 +4,8 @@ use serde_json::{Map, Value};
 
 use super::messages;
 use super::parquet_file::NOT_TEXT;
+use super::preference;
+use super::rated;
 use super::record_format::RecordFormat;
 use crate::batch::IGNORE_INDEX;
 use crate::chat::{Conversation, Message};
@@ -30,6 +32,20 @@ pub enum Content {
         /// Learned.
         completion: String,
     },
+    /// Two answers to one prompt. Of each what follows the prompt is learned.
+    Pair {
+        /// The better one: a conversation or a completion.
+        chosen: Box<Content>,
+        /// The other one.
+        rejected: Box<Content>,
+    },
+    /// An answer to a prompt, and whether it is desirable.
+    Rated {
+        /// A conversation or a completion. What follows the prompt is learned.
+        answer: Box<Content>,
+        /// The label.
+        is_desirable: bool,
+    },
     /// A text that is learned as a whole.
     Text(String),
     /// Tokens.
@@ -45,6 +61,8 @@ impl RecordFormat {
     pub(super) fn content(self, fields: &Map<String, Value>, text_field: &str) -> Result<Content, String> {
         let text = |field: &str| string(fields, field);
         match self {
+            Self::Preference => preference::content(fields),
+            Self::Rated => rated::content(fields),
             Self::Messages => Ok(Content::Conversation(messages::conversation(fields, "messages")?)),
             Self::Conversations => {
                 Ok(Content::Conversation(messages::conversation(fields, "conversations")?))
@@ -65,7 +83,7 @@ impl RecordFormat {
     }
 }
 
-fn string(fields: &Map<String, Value>, field: &str) -> Result<String, String> {
+pub(super) fn string(fields: &Map<String, Value>, field: &str) -> Result<String, String> {
     match fields.get(field) {
         Some(Value::String(text)) => Ok(text.clone()),
         Some(Value::Object(bytes)) if bytes.contains_key(NOT_TEXT) => {
@@ -94,12 +112,7 @@ pub(super) fn exchange(
     Ok(conversation)
 }
 
-fn prompt_completion(fields: &Map<String, Value>) -> Result<Content, String> {
-    if is_unwanted(fields) {
-        return Err("`label` is false, which marks an answer that is not wanted (data for KTO); fine-tuning would learn it, so leave \
-                    such records out (`jq -c 'select(.label)' FILE`), or remove the column `label` if it has another meaning"
-            .to_owned());
-    }
+pub(super) fn prompt_completion(fields: &Map<String, Value>) -> Result<Content, String> {
     let is_list = |field: &str| fields.get(field).is_some_and(Value::is_array);
     if !is_list("prompt") && !is_list("completion") {
         return Ok(Content::Completion {
@@ -116,15 +129,6 @@ fn prompt_completion(fields: &Map<String, Value>) -> Result<Content, String> {
     prompt.iter_mut().for_each(|message| message.is_trained = false);
     prompt.extend(part("completion", "assistant")?);
     Ok(Content::Conversation(Conversation { messages: prompt, ..messages::beside(fields)? }))
-}
-
-/// Whether a record has the label of an answer that is not wanted, which CSV has as a text.
-fn is_unwanted(fields: &Map<String, Value>) -> bool {
-    match fields.get("label") {
-        Some(Value::Bool(label)) => !label,
-        Some(Value::String(label)) => label.eq_ignore_ascii_case("false"),
-        _ => false,
-    }
 }
 
 fn instruction(fields: &Map<String, Value>) -> Result<Content, String> {

@@ -33,7 +33,14 @@ const TRAINED: [&str; 2] = ["train", "training"];
 
 /// Returns the conversation of a record: its messages under `field`, and `tools`, `documents` and `chat_template_kwargs`.
 pub(super) fn conversation(record: &Map<String, Value>, field: &str) -> Result<Conversation, String> {
-    let messages = messages(record, field)?;
+    with_messages(record, messages(record, field)?)
+}
+
+/// Returns a conversation of messages, with what a record has beside them.
+pub(super) fn with_messages(
+    record: &Map<String, Value>,
+    messages: Vec<Message>,
+) -> Result<Conversation, String> {
     let mut conversation = Conversation { messages, ..beside(record)? };
     if let Some(system) = record.get("system").and_then(Value::as_str).filter(|text| !text.is_empty()) {
         let has_own = conversation.messages.first().is_some_and(|first| first.role() == "system");

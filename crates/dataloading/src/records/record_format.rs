@@ -6,6 +6,7 @@ use serde_json::{Map, Value};
 
 use super::content::names;
 use super::messages::is_near;
+use super::rated;
 use super::{FileKind, Record};
 use crate::error::{Error, Result};
 
@@ -15,6 +16,10 @@ pub const DETECTED_ROWS: usize = 100;
 /// The meaning of a record's fields.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum RecordFormat {
+    /// `chosen` and `rejected`, with their `prompt` or without: texts, or lists of messages.
+    Preference,
+    /// `completion` and a `label` that is true or false, with the `prompt` or without: texts, or lists of messages.
+    Rated,
     /// `messages`: a list of `{"role": …, "content": …}`; with `tools` if there are any.
     Messages,
     /// `conversations`: a list of `{"from": "human", "value": …}`, ShareGPT's format.
@@ -33,7 +38,9 @@ pub enum RecordFormat {
 
 impl RecordFormat {
     /// All formats; of those that a record could have, the first counts.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 9] = [
+        Self::Preference,
+        Self::Rated,
         Self::Messages,
         Self::Conversations,
         Self::PromptCompletion,
@@ -46,6 +53,8 @@ impl RecordFormat {
     /// Returns the fields that it needs.
     pub fn fields(self, text_field: &str) -> Vec<&str> {
         match self {
+            Self::Preference => vec!["chosen", "rejected"],
+            Self::Rated => vec!["completion", "label"],
             Self::Messages => vec!["messages"],
             Self::Conversations => vec!["conversations"],
             Self::PromptCompletion => vec!["prompt", "completion"],
@@ -61,9 +70,11 @@ impl RecordFormat {
         let has_messages =
             || ["prompt", "completion"].iter().any(|field| fields.get(*field).is_some_and(Value::is_array));
         match self {
+            Self::Preference => &["prompt", "system", "tools", "documents", "chat_template_kwargs"],
             Self::Messages | Self::Conversations | Self::QuestionAnswer => {
                 &["tools", "documents", "chat_template_kwargs", "system"]
             }
+            Self::Rated => &["prompt", "tools", "documents", "chat_template_kwargs"],
             Self::PromptCompletion if has_messages() => &["tools", "documents", "chat_template_kwargs"],
             Self::Instruction => {
                 &["tools", "documents", "chat_template_kwargs", "system", "input", "history"]
@@ -75,14 +86,22 @@ impl RecordFormat {
 
     /// Returns the format of a record by its fields; `None` if it has none of the formats.
     pub fn from_fields(fields: &Map<String, Value>, text_field: &str) -> Option<Self> {
+        Self::ALL.into_iter().find(|format| format.is_of(fields, text_field))
+    }
+
+    /// Whether a record has the fields that it needs.
+    fn is_of(self, fields: &Map<String, Value>, text_field: &str) -> bool {
         let has = |field: &&str| fields.get(*field).is_some_and(|value| !value.is_null());
-        Self::ALL.into_iter().find(|format| format.fields(text_field).iter().all(has))
+        // A label may be one of classes.
+        self.fields(text_field).iter().all(has) && (self != Self::Rated || rated::label(fields).is_some())
     }
 }
 
 impl fmt::Display for RecordFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
+            Self::Preference => "chosen and rejected answers",
+            Self::Rated => "answers with a label",
             Self::Messages => "messages",
             Self::Conversations => "conversations",
             Self::PromptCompletion => "prompt and completion",
@@ -157,15 +176,11 @@ impl Detected {
     /// # Errors
     /// A format that none of the first records has.
     pub fn format(&self, record: &Record, text_field: &str) -> Result<RecordFormat> {
-        // A record may have the fields of several formats.
-        let has = |format: RecordFormat| {
-            let fields = format.fields(text_field);
-            fields.iter().all(|field| record.fields.get(*field).is_some_and(|value| !value.is_null()))
-        };
         match RecordFormat::ALL
             .into_iter()
             .filter(|format| self.formats.iter().any(|(known, _)| known == format))
-            .find(|format| has(*format))
+            // A record may have the fields of several formats.
+            .find(|format| format.is_of(&record.fields, text_field))
         {
             Some(format) => Ok(format),
             None => Err(record.location.error(match RecordFormat::from_fields(&record.fields, text_field) {
@@ -187,10 +202,10 @@ impl fmt::Display for Detected {
 
 fn unknown(record: &Record, text_field: &str) -> String {
     let fields = &record.fields;
-    if fields.contains_key("chosen") && fields.contains_key("rejected") {
-        return "the record has `chosen` and `rejected`, which is data for preference optimization; fine-tuning learns \
-                answers, so write the chosen ones as `messages` or `completion`"
-            .to_owned();
+    for [there, missing] in [["chosen", "rejected"], ["rejected", "chosen"]] {
+        if fields.contains_key(there) && fields.get(missing).is_none_or(Value::is_null) {
+            return format!("the record has `{there}` and no `{missing}`; a pair needs both");
+        }
     }
     let mut known = RecordFormat::ALL.iter().map(|format| format.fields(text_field));
     if let Some(format) = known.find(|names| names.iter().all(|name| fields.contains_key(*name))) {

@@ -366,8 +366,8 @@ fn the_format_is_found_from_the_first_hundred_records() {
         .collect();
     assert_eq!(errors.len(), 1);
     assert!(errors[0].contains("line 101: the record has question and answer"), "{errors:?}");
-    let error = detect("{\"chosen\": [], \"rejected\": []}\n").unwrap_err().to_string();
-    assert!(error.contains("preference optimization"), "{error}");
+    let error = detect("{\"prompt\": \"a\", \"chosen\": \"b\"}\n").unwrap_err().to_string();
+    assert!(error.contains("line 1: the record has `chosen` and no `rejected`"), "{error}");
     let error = detect("{\"a\": 1}\n").unwrap_err().to_string();
     assert!(error.contains("line 1: the fields are a; expected `messages`"), "{error}");
     let detected = detect("{\"a\": 1}\n{\"text\": \"t\"}\n").unwrap();
