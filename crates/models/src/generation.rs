@@ -7,7 +7,7 @@
 //! A model with a [`CacheShape`] reads each token once: attention reads earlier keys and values from a [`KeyValueCache`]. Other
 //! models read whole rows again for each token. Rows are padded on the left, so that all end together; nothing attends to
 //! padding. A finished row leaves the batch, so the remaining rows run faster. A common prefix of all prompts, such as few-shot
-//! examples, is read only once ([`Generator::with_prefix`]).
+//! examples, is read only once ([`Generator::with_prefix`]), and so is a prompt that is given several times, for several samples.
 //!
 //! Reading one token multiplies every weight by one vector, so its time is the weights' bytes over the memory bandwidth. On the
 //! CPU those products use [`kernels::matmul::matvec`], which reads bf16 weights as bf16: half the time of fp32.
@@ -31,10 +31,11 @@ mod batch;
 mod sampling;
 mod stored_weights;
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use runtime::precision;
-use tch::Device;
+use tch::{Device, Tensor};
 
 use batch::{Reader, Row};
 pub use sampling::Sampling;
@@ -105,6 +106,8 @@ pub enum FinishReason {
 pub struct Generated {
     /// The new tokens, without an end token.
     pub tokens: Vec<i64>,
+    /// The end token, for [`FinishReason::EndToken`].
+    pub end_token: Option<i64>,
     /// Why the row ended.
     pub finish_reason: FinishReason,
 }
@@ -162,7 +165,7 @@ impl<'m> Generator<'m> {
         };
         let _no_grad = tch::no_grad_guard();
         let mut cache = KeyValueCache::new(shape, 1, prefix.len() as i64)?;
-        let row = Row::new(0, prefix, &self.options.sampling)?;
+        let row = Row::new(0, 0, prefix, &self.options.sampling)?;
         let _logits = Reader::new(self.model, self.device).read(&mut cache, &[row], 0)?;
         (self.prefix, self.read) = (prefix.to_vec(), Some(cache));
         Ok(self)
@@ -176,6 +179,20 @@ impl<'m> Generator<'m> {
     /// A prompt that is empty, does not start with the prefix, has nothing after it, has tokens outside the vocabulary, or is
     /// as long as the model's maximum sequence; logits that are NaN or infinite, with the weight that is; too little memory for the cache.
     pub fn generate(&self, prompts: &[Vec<i64>], callback: &mut dyn TokenCallback) -> Result<Vec<Generated>> {
+        self.generate_numbered(prompts, 0, callback)
+    }
+
+    /// [`Generator::generate`] of prompts that are some of many: row i is sampled as number `first + i`, so that its tokens do not depend on
+    /// how many are generated at a time.
+    ///
+    /// # Errors
+    /// Errors of [`Generator::generate`].
+    pub fn generate_numbered(
+        &self,
+        prompts: &[Vec<i64>],
+        first: usize,
+        callback: &mut dyn TokenCallback,
+    ) -> Result<Vec<Generated>> {
         for (number, prompt) in prompts.iter().enumerate() {
             if prompt.len() <= self.prefix.len() || !prompt.starts_with(&self.prefix) {
                 let reason = match self.prefix.len() {
@@ -196,7 +213,7 @@ impl<'m> Generator<'m> {
         let _policy = precision::enter(Some(current.unwrap_or_else(|| Arc::new(StoredWeights))));
         let rows = prompts.iter().enumerate();
         let rows: Vec<Row> = rows
-            .map(|(number, prompt)| Row::new(number, prompt, &self.options.sampling))
+            .map(|(number, prompt)| Row::new(number, first + number, prompt, &self.options.sampling))
             .collect::<Result<_>>()?;
         let mut results: Vec<Option<Generated>> = prompts.iter().map(|_| None).collect();
         if !rows.is_empty() {
@@ -218,33 +235,35 @@ impl<'m> Generator<'m> {
         let prefix = if read.is_some() { self.prefix.len() } else { 0 };
         let reader = Reader::new(self.model, self.device);
         let shape = self.model.cache_shape().filter(|_| self.options.cache);
-        let mut cache = match shape {
+        let (mut cache, mut logits_bv) = match shape {
+            None => (None, reader.read_whole(&rows)?),
             Some(shape) => {
                 let new = |row: &Row| self.options.max_new_tokens.min(self.longest() - row.tokens.len());
                 let last = (longest + rows.iter().map(new).max().unwrap_or(0)) as i64;
-                let number = rows.len() as i64;
-                Some(match read {
-                    Some(read) => read.repeat(number, last)?,
-                    None => KeyValueCache::new(shape, number, last)?,
-                })
+                let (cache, logits_bv) = match read {
+                    Some(read) => {
+                        let mut cache = read.select(&vec![0; rows.len()], last)?;
+                        let logits_bv = reader.read(&mut cache, &rows, prefix)?;
+                        (cache, logits_bv)
+                    }
+                    None => read_distinct(&reader, shape, &rows, [longest as i64, last])?,
+                };
+                (Some(cache), logits_bv)
             }
-            None => None,
-        };
-        let mut logits_bv = match &mut cache {
-            Some(cache) => reader.read(cache, &rows, prefix)?,
-            None => reader.read_whole(&rows)?,
         };
         loop {
             let broken_weight = || first_non_finite(self.model).ok().flatten();
             let tokens = self.options.sampling.sample(&logits_bv, &mut rows, broken_weight)?;
-            let ended = rows.iter_mut().zip(tokens).map(|(row, token)| self.push_token(row, token, callback));
+            let ended =
+                rows.iter_mut().zip(&tokens).map(|(row, token)| self.push_token(row, *token, callback));
             let ended: Vec<Option<FinishReason>> = ended.collect();
             // From the last row on, so that a row that takes a finished row's index is not skipped.
-            for (index, ended) in ended.into_iter().enumerate().rev() {
+            for (index, (ended, token)) in ended.into_iter().zip(tokens).enumerate().rev() {
                 let Some(ended) = ended else { continue };
                 let done = rows.swap_remove(index);
                 let tokens = done.tokens[done.prompt..].to_vec();
-                results[done.number] = Some(Generated { tokens, finish_reason: ended });
+                let end_token = (ended == FinishReason::EndToken).then_some(token);
+                results[done.number] = Some(Generated { tokens, end_token, finish_reason: ended });
                 if let Some(cache) = cache.as_mut().filter(|_| !rows.is_empty()) {
                     cache.swap_remove(index as i64)?;
                 }
@@ -302,6 +321,33 @@ impl<'m> Generator<'m> {
         }
         Ok(())
     }
+}
+
+/// Reads the prompts, each distinct one once, and returns a cache of `last` tokens and the logits of each row's last token.
+fn read_distinct(
+    reader: &Reader<'_>,
+    shape: CacheShape,
+    rows: &[Row],
+    [longest, last]: [i64; 2],
+) -> Result<(KeyValueCache, Tensor)> {
+    let (mut first, mut distinct, mut numbers) = (HashMap::new(), Vec::new(), Vec::new());
+    for row in rows {
+        let next = distinct.len() as i64;
+        let number = *first.entry(row.tokens.as_slice()).or_insert(next);
+        if number == next {
+            distinct.push(Row::new(distinct.len(), 0, &row.tokens, &Sampling::Greedy)?);
+        }
+        numbers.push(number);
+    }
+    if distinct.len() == rows.len() {
+        let mut cache = KeyValueCache::new(shape, rows.len() as i64, last)?;
+        let logits_bv = reader.read(&mut cache, rows, 0)?;
+        return Ok((cache, logits_bv));
+    }
+    let mut read = KeyValueCache::new(shape, distinct.len() as i64, longest)?;
+    let logits_bv = reader.read(&mut read, &distinct, 0)?;
+    let index = Tensor::f_from_slice(&numbers)?.f_to_device(logits_bv.device())?;
+    Ok((read.select(&numbers, last)?, logits_bv.f_index_select(0, &index)?))
 }
 
 /// Refuses tokens outside the vocabulary.

@@ -191,24 +191,34 @@ impl KeyValueCache {
         Ok(())
     }
 
-    /// Returns a cache of `rows` rows, each a copy of this cache's only row.
+    /// Returns a cache whose rows are copies of those with these numbers, which may repeat.
     ///
     /// # Errors
-    /// A cache of several rows, a capacity below its length, too little memory.
-    pub fn repeat(&self, rows: i64, capacity: i64) -> Result<Self> {
-        if self.rows != 1 || capacity < self.length {
+    /// A row that does not exist, a capacity below the cache's length, too little memory.
+    pub fn select(&self, rows: &[i64], capacity: i64) -> Result<Self> {
+        if capacity < self.length || rows.iter().any(|row| !(0..self.rows).contains(row)) {
             let reason = format!(
-                "{} rows of {} tokens cannot be repeated into rows of {capacity}; expected one row that is not longer",
+                "{} rows of {} tokens cannot be copied as rows {rows:?} of {capacity}; expected rows that exist and are not longer",
                 self.rows, self.length
             );
             return Err(Error::invalid(WHAT, reason));
         }
-        let mut copy = Self::new(self.shape.clone(), rows, capacity)?;
+        let mut copy = Self::new(self.shape.clone(), rows.len() as i64, capacity)?;
+        let index = Tensor::f_from_slice(rows)?.f_to_device(self.shape.device)?;
         for (from, to) in self.layers.iter().flatten().zip(copy.layers.iter().flatten()) {
-            to.f_narrow(2, 0, self.length)?.f_copy_(&from.f_narrow(2, 0, self.length)?)?;
+            // Row by row, so that no second copy exists.
+            for (number, row) in (0..).zip(rows) {
+                let read = from.f_select(0, *row)?.f_narrow(1, 0, self.length)?;
+                to.f_select(0, number)?.f_narrow(1, 0, self.length)?.f_copy_(&read)?;
+            }
         }
-        let states = self.recurrent.iter().map(|state| state.repeat(rows));
-        copy.recurrent = states.collect::<Result<_>>()?;
+        if let Some(tokens) = &self.tokens {
+            let all = Tensor::f_ones([copy.rows, capacity], (Kind::Bool, self.shape.device))?;
+            let read = tokens.f_narrow(1, 0, self.length)?.f_index_select(0, &index)?;
+            all.f_narrow(1, 0, self.length)?.f_copy_(&read)?;
+            copy.tokens = Some(all);
+        }
+        copy.recurrent = self.recurrent.iter().map(|state| state.select(&index)).collect::<Result<_>>()?;
         copy.length = self.length;
         Ok(copy)
     }

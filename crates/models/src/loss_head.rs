@@ -78,18 +78,7 @@ impl LossHead for ProjectionHead {
     }
 
     fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, context: &Context<'_>) -> Result<LossOutput> {
-        let (rows, size) = (hidden_btd.size(), labels_bt.size());
-        if rows.len() != 3 || size != rows[..2] {
-            let expected = format!("{:?}, one label per position", &rows[..rows.len().min(2)]);
-            return Err(wrong_shape("loss", "labels", size, expected));
-        }
-        let labels = labels_bt.f_reshape([-1])?;
-        let logits = self.transformed(&hidden_btd.f_flatten(0, 1)?, context)?;
-        // Sums and exponentials in low precision are too inexact; every framework computes them in fp32.
-        let logits = match logits.kind() {
-            Kind::Half | Kind::BFloat16 => logits.f_to_kind(Kind::Float)?,
-            _ => logits,
-        };
+        let (logits, labels) = self.logits_and_labels(hidden_btd, labels_bt, context)?;
         let sum = logits.f_cross_entropy_loss(&labels, None::<&Tensor>, Reduction::Sum, IGNORE_INDEX, 0.0)?;
         let correct = if context.accuracy {
             let _no_grad = tch::no_grad_guard();
@@ -98,5 +87,35 @@ impl LossHead for ProjectionHead {
             None
         };
         Ok(LossOutput { sum, correct })
+    }
+
+    fn token_losses(&self, hidden_btd: &Tensor, labels_bt: &Tensor, context: &Context<'_>) -> Result<Tensor> {
+        let (logits, labels) = self.logits_and_labels(hidden_btd, labels_bt, context)?;
+        let losses =
+            logits.f_cross_entropy_loss(&labels, None::<&Tensor>, Reduction::None, IGNORE_INDEX, 0.0)?;
+        Ok(losses.f_reshape(labels_bt.size().as_slice())?)
+    }
+}
+
+impl ProjectionHead {
+    /// Returns logits `[positions, vocabulary]`, in fp32 at least, and labels `[positions]`.
+    fn logits_and_labels(
+        &self,
+        hidden_btd: &Tensor,
+        labels_bt: &Tensor,
+        context: &Context<'_>,
+    ) -> Result<(Tensor, Tensor)> {
+        let (rows, size) = (hidden_btd.size(), labels_bt.size());
+        if rows.len() != 3 || size != rows[..2] {
+            let expected = format!("{:?}, one label per position", &rows[..rows.len().min(2)]);
+            return Err(wrong_shape("loss", "labels", size, expected));
+        }
+        let logits = self.transformed(&hidden_btd.f_flatten(0, 1)?, context)?;
+        // Sums and exponentials in low precision are too inexact; every framework computes them in fp32.
+        let logits = match logits.kind() {
+            Kind::Half | Kind::BFloat16 => logits.f_to_kind(Kind::Float)?,
+            _ => logits,
+        };
+        Ok((logits, labels_bt.f_reshape([-1])?))
     }
 }

@@ -207,6 +207,20 @@ pub trait LossHead: Module {
     /// Shapes that do not match, another dtype or device.
     fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, context: &Context<'_>) -> Result<LossOutput>;
 
+    /// Computes the loss of each position, `[batch, sequence]` in fp32 (fp64 for fp64 inputs), 0 without a label: the negative of the
+    /// logarithm of the label's probability.
+    ///
+    /// # Errors
+    /// As [`LossHead::loss`]; a head that cannot do that, the default.
+    fn token_losses(
+        &self,
+        _hidden_btd: &Tensor,
+        _labels_bt: &Tensor,
+        _context: &Context<'_>,
+    ) -> Result<Tensor> {
+        Err(Error::invalid("loss", "this loss head has no losses of single tokens"))
+    }
+
     /// The operations after the output projection, for techniques that compute the same in another way.
     fn transform(&self) -> LogitTransform {
         LogitTransform::default()
@@ -342,5 +356,13 @@ pub trait LanguageModel: Module {
     /// As [`LanguageModel::hidden`] and [`LossHead::loss`].
     fn loss(&self, input: &Input<'_>, labels_bt: &Tensor) -> Result<LossOutput> {
         self.head().loss(&self.hidden(input)?, labels_bt, &input.context)
+    }
+
+    /// Computes the loss of each position: see [`LossHead::token_losses`].
+    ///
+    /// # Errors
+    /// As [`LanguageModel::hidden`] and [`LossHead::token_losses`].
+    fn token_losses(&self, input: &Input<'_>, labels_bt: &Tensor) -> Result<Tensor> {
+        self.head().token_losses(&self.hidden(input)?, labels_bt, &input.context)
     }
 }

@@ -24,6 +24,12 @@
 //! depend on the other heads (on the CPU). Gradients of weights are sums over tokens: each rank sums its own, and the ranks' sums are added in
 //! the order of ranks. So they depend on C, but not on how many groups of C ranks take different micro-batches.
 //!
+//! # The loss
+//!
+//! Each rank computes the loss of its own tokens with the whole head, in chunks of logits. The vocabulary-parallel loss of `fused-ce` takes
+//! the hidden states of all t tokens on every rank instead, and a part of the head: t·d elements beside V·d/C. That is less than V·d only
+//! where t is well below the vocabulary V, and rows are divided where t is large: Llama 3 has V = 128 256, and its long rows t = 131 072.
+//!
 //! # Difference from PyTorch
 //!
 //! PyTorch's `context_parallel` is ring attention: a rank keeps its queries, and keys and values of the others pass by. It has no bound on the

@@ -23,8 +23,9 @@ pub(super) struct Row {
 }
 
 impl Row {
-    pub(super) fn new(number: usize, prompt: &[i64], sampling: &Sampling) -> Result<Self> {
-        let random = sampling.random(number)?;
+    /// Creates a row that is sampled as number `sampled_as`.
+    pub(super) fn new(number: usize, sampled_as: usize, prompt: &[i64], sampling: &Sampling) -> Result<Self> {
+        let random = sampling.random(sampled_as)?;
         Ok(Self { number, tokens: prompt.to_vec(), prompt: prompt.len(), random })
     }
 }

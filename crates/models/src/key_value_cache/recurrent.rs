@@ -54,13 +54,9 @@ impl Recurrent {
         Ok(Self { window, state })
     }
 
-    /// Returns copies of the only row.
-    pub(super) fn repeat(&self, rows: i64) -> Result<Self> {
-        let copies = |x: &Tensor| -> Result<Tensor> {
-            let mut size = x.size();
-            size[0] = rows;
-            Ok(x.f_expand(size, false)?.f_contiguous()?)
-        };
+    /// Returns copies of the rows with these numbers, int64.
+    pub(super) fn select(&self, rows: &Tensor) -> Result<Self> {
+        let copies = |x: &Tensor| x.f_index_select(0, rows);
         Ok(Self { window: copies(&self.window)?, state: copies(&self.state)? })
     }
 

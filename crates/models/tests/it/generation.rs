@@ -136,8 +136,11 @@ fn a_row_ends_at_an_end_token_its_length_or_the_last_position() {
     let first = all[0].tokens.iter().position(|&token| token == end).unwrap();
     let ended =
         generate(&model, &prompts, &GenerationConfig { end_tokens: vec![96, end], ..free }, &mut ()).unwrap();
-    let expected =
-        Generated { tokens: all[0].tokens[..first].to_vec(), finish_reason: FinishReason::EndToken };
+    let expected = Generated {
+        tokens: all[0].tokens[..first].to_vec(),
+        end_token: Some(end),
+        finish_reason: FinishReason::EndToken,
+    };
     assert!(ended[0] == expected || ended[0].tokens.len() < first, "{:?}", ended[0]);
 }
 
@@ -154,6 +157,14 @@ fn seeds_are_reproducible_and_distinct() {
     assert_eq!(first, again);
     assert_ne!(tokens(&first), tokens(&other));
     assert_ne!(first[0], first[1], "rows of one prompt draw for themselves");
+    // However many are generated at a time.
+    let sampling = Sampling::Random { temperature: 2.0, top_k: None, top_p: 1.0, seed: 1 };
+    let options = GenerationConfig { max_new_tokens: 12, sampling, ..GenerationConfig::default() };
+    let generator = Generator::new(&model, &options).unwrap();
+    for (number, expected) in first.iter().enumerate() {
+        let alone = generator.generate_numbered(&same[..1], number, &mut ()).unwrap();
+        assert_eq!(alone[0], *expected, "row {number}");
+    }
 }
 
 #[test]
