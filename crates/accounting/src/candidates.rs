@@ -52,12 +52,11 @@ use crate::Decoder;
 use crate::activation_plan::LayerPlan;
 use crate::decoder_flops::Workload;
 use crate::lora::LowRank;
-use crate::memory::zero::ZeroStage;
 use crate::offload::sizes::Choices;
 use crate::offload::{Footprint, OptimizerPlace, Rates};
 
 pub use captured::CapturedMemory;
-pub use ranks::Ranks;
+pub use ranks::{Ranks, Traffic};
 pub use search::{Allowed, Layers, OffloadedLayers, SearchResult};
 
 #[cfg(doc)]
@@ -101,6 +100,9 @@ pub struct Job {
     pub on_cpu: bool,
     /// The ranks that run a step together, this one among them; `None` for one process.
     pub ranks: Option<Ranks>,
+    /// Forward passes over each batch beside that which is learned from, such as a reference model's of the same weights without the
+    /// adapters.
+    pub further_passes: u32,
 }
 
 impl Job {
@@ -121,6 +123,7 @@ impl Job {
             file_optimizer: rates.host_optimizer,
             on_cpu: false,
             ranks: None,
+            further_passes: 0,
         }
     }
 }
@@ -163,8 +166,8 @@ pub struct Candidate {
     pub placement: Placement,
     /// Rows of a pass; `None` for those of a batch.
     pub rows: Option<u64>,
-    /// What ranks divide; `None` for one process.
-    pub stage: Option<ZeroStage>,
+    /// The ranks that run it, and what they divide; `None` for one process.
+    pub ranks: Option<Ranks>,
     /// Bytes on the device at the peak; on a CPU with those of the host.
     pub peak: Footprint,
     /// The number of the batch in [`Job::largest`] with the peak.

@@ -184,6 +184,12 @@ impl Decoder {
         Ok(all)
     }
 
+    /// The elements of each tensor outside of the blocks.
+    pub(crate) fn outer_elements(&self) -> Result<Vec<u64>, Error> {
+        let outer = [self.tensors_before_blocks(), self.tensors_after_blocks()].concat();
+        outer.iter().map(ParameterTensor::elements).collect()
+    }
+
     pub(crate) fn tensors_before_blocks(&self) -> Vec<ParameterTensor> {
         let (v, e) = (self.vocabulary, self.embedding);
         match self.family {

@@ -18,8 +18,8 @@
 //! backward for the next micro-batch, but not for the next step, which has changed them. So the first forward of a step gathers n layers,
 //! every other pass n − s: 2·A·(n − s) + s in all. Frozen layers do not change: 2·A·(n − s).
 //!
-//! **Reductions** take a copy of the region's gradients, one region at a time while the next copy is filled, and receive two pieces of 1 MiB
-//! from each other rank at a time. Stage 1 begins them when backward has ended, stages 2 and 3 as soon as a region's gradients are there.
+//! **Reductions** take a copy of the region's gradients, one region at a time while the next copy is filled, and receive two pieces of
+//! [`piece_bytes`] from each other rank at a time. Stage 1 begins them when backward has ended, stages 2 and 3 as soon as a region's gradients are there.
 //!
 //! **Replicas** (hybrid sharding): N is then the ranks of one replica, which have everything above among them. In each round the fp32 sums
 //! of a shard pass through the replicas, and from the last one to all: a rank of the last of R replicas sends R − 1 times its sums, the
@@ -60,8 +60,13 @@ pub const BLOCK: u64 = 4096;
 pub const ALIGNMENT: u64 = 64;
 /// Bytes of weights in a bucket, at least.
 pub const BUCKET_BYTES: u64 = 16 << 20;
-/// Bytes of a piece of a reduction; two are received from each rank at a time.
-pub const PIECE: u64 = 1 << 20;
+
+/// Returns the bytes of a piece of a reduction over so many ranks on CPUs; two are received from each other one at a time.
+pub fn piece_bytes(ranks: u64) -> u64 {
+    const LEAST: u64 = 64 << 10;
+    let each = (32 << 20) / (2 * ranks.saturating_sub(1).max(1));
+    (each - each % LEAST).clamp(LEAST, 1 << 20)
+}
 
 /// Where a parameter is in the model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -103,16 +108,25 @@ impl Region {
         at(rank)..at(rank.saturating_add(1))
     }
 
+    /// Returns how many elements of a range are each parameter's.
+    fn parts(&self, range: Range<u64>) -> impl Iterator<Item = u64> {
+        self.parameters.iter().map(move |parameter| within(&parameter.range, &range))
+    }
+
     /// Returns how many elements of a range are parameters'.
     fn of_parameters(&self, range: &Range<u64>) -> u64 {
-        let within = |one: &Range<u64>| one.end.min(range.end).saturating_sub(one.start.max(range.start));
-        self.parameters.iter().map(|parameter| within(&parameter.range)).sum()
+        self.parts(range.clone()).sum()
     }
 
     /// Returns the bytes of its gradients that are reduced, with the gaps between parameters.
     fn gradient_bytes(&self) -> Result<u64, Error> {
         self.gradients.map_or(Ok(0), |dtype| dtype.bytes(self.elements))
     }
+}
+
+/// Returns how many elements of one range are in another.
+fn within(one: &Range<u64>, other: &Range<u64>) -> u64 {
+    one.end.min(other.end).saturating_sub(one.start.max(other.start))
 }
 
 /// Bytes of one rank between and during its passes, without activations.
@@ -145,7 +159,7 @@ impl RankBytes {
     }
 
     /// Returns those that stay between steps.
-    fn states(&self) -> Result<u64, Error> {
+    pub(crate) fn states(&self) -> Result<u64, Error> {
         sum("bytes of a rank's states", [self.sums, self.master, self.optimizer])
     }
 }
@@ -173,11 +187,14 @@ impl Layout {
             bytes.sums += if self.takes_gradients(region) { 0 } else { Dtype::Fp32.bytes(share)? };
             let master = recipe.master.filter(|_| region.dtype == recipe.parameters);
             bytes.master += master.map_or(Ok(0), |dtype| dtype.bytes(parameters))?;
-            bytes.optimizer += optimizer.state_tensors() * recipe.state.bytes(parameters)?;
+            for parameter in &region.parameters {
+                let whole = parameter.range.end - parameter.range.start;
+                let part = within(&parameter.range, &range);
+                bytes.optimizer += optimizer.state_bytes_of_part(part, whole, recipe.state)?;
+            }
             largest = largest.max(region.gradient_bytes()?);
             gradients += region.gradient_bytes()?;
-            let piece = PIECE.min(dtype.bytes(share)?);
-            bytes.pieces = bytes.pieces.max(2 * (self.ranks - 1) * piece);
+            bytes.pieces = bytes.pieces.max(self.received(dtype.bytes(share)?));
         }
         let layers = (0..self.layers()).map(|layer| self.layer_bytes(layer));
         let layer = layers.collect::<Result<Vec<u64>, Error>>()?.into_iter().max().unwrap_or(0);
@@ -211,9 +228,22 @@ impl Layout {
             if three {
                 copy = copy.max(region.gradient_bytes()?);
             }
-            pieces = pieces.max(2 * (self.ranks - 1) * PIECE.min(dtype.bytes(range.end - range.start)?));
+            pieces = pieces.max(self.received(dtype.bytes(range.end - range.start)?));
         }
         Ok(copy + pieces)
+    }
+
+    /// Returns the elements of the largest part of a parameter that the first rank steps, and of all.
+    pub(crate) fn stepped(&self) -> (u64, u64) {
+        let trained = self.regions.iter().filter(|region| region.gradients.is_some());
+        let parts = trained.flat_map(|region| region.parts(region.owned(0, self.ranks)));
+        parts.fold((0, 0), |(largest, all), part| (largest.max(part), all + part))
+    }
+
+    /// Returns the bytes that receive a shard of so many bytes from the other ranks: one piece of each if it holds all, else two.
+    fn received(&self, share: u64) -> u64 {
+        let piece = piece_bytes(self.ranks);
+        (self.ranks - 1) * if share > piece { 2 * piece } else { share }
     }
 
     /// Whether a region's gradients become its sums, as those of one rank do that have their dtype.

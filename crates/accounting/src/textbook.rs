@@ -320,13 +320,13 @@ fn autocast_copies(model: &Decoder, step: &Step) -> Result<(u64, u64), Error> {
     Ok((all, step.recipe.compute.bytes(model.block_parameters()?)?.min(all)))
 }
 
-/// Returns the temporaries of the optimizer's step over lists of tensors: the square root of the second moment; AdaGrad's list form also
+/// Returns the temporaries of the optimizer's step over lists of tensors: the square root of the second moment, Lion's signs; AdaGrad's list form also
 /// allocates the scaled gradients.
 fn update_bytes(model: &Decoder, step: &Step) -> Result<u64, Error> {
     let copies = match step.optimizer {
         _ if step.fused_optimizer => 0,
         Optimizer::Sgd | Optimizer::Momentum | Optimizer::Adam8bit => 0,
-        Optimizer::RmsProp | Optimizer::Adam | Optimizer::AdamW => 1,
+        Optimizer::RmsProp | Optimizer::Adam | Optimizer::AdamW | Optimizer::Lion => 1,
         Optimizer::AdaGrad => 2,
     };
     let share = step.share(model.parameters()?, ZeroStage::One);

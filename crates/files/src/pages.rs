@@ -21,6 +21,7 @@ use std::io;
 use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use memmap2::{MmapOptions, MmapRaw};
 use parking_lot::Mutex;
@@ -28,11 +29,14 @@ use parking_lot::Mutex;
 /// The living [`Pages`], by address.
 static MAPPINGS: Mutex<BTreeMap<usize, Mapping>> = Mutex::new(BTreeMap::new());
 
+/// Number of those of an unnamed file.
+static UNNAMED: AtomicUsize = AtomicUsize::new(0);
+
 #[derive(Debug, Clone)]
 struct Mapping {
     memory: Arc<MmapRaw>,
-    /// Whether what is written goes to the file.
-    is_shared: bool,
+    /// The folder of an unnamed file, to which what is written goes; `None` for a private copy.
+    folder: Option<Arc<Path>>,
 }
 
 /// Memory over a file. It is unmapped when it is dropped.
@@ -48,7 +52,7 @@ impl Pages {
     pub fn private(file: &File, offset: u64, len: usize) -> io::Result<Self> {
         // SAFETY: writes stay in this process. Nobody shortens or rewrites the file meanwhile: a requirement of all mapped files.
         let memory = unsafe { MmapOptions::new().offset(offset).len(len).map_copy(file) }?;
-        Ok(Self::new(memory.into(), false))
+        Ok(Self::new(memory.into(), None))
     }
 
     /// Maps `len` zeros in an unnamed file in `folder`, whose space on the disk is reserved. The file is freed with the memory,
@@ -59,12 +63,13 @@ impl Pages {
     pub fn unnamed(folder: &Path, len: usize) -> io::Result<Self> {
         let file = tempfile::tempfile_in(folder)?;
         reserve(&file, len as u64)?;
-        Ok(Self::new(MmapOptions::new().len(len).map_raw(&file)?, true))
+        Ok(Self::new(MmapOptions::new().len(len).map_raw(&file)?, Some(folder.into())))
     }
 
-    fn new(memory: MmapRaw, is_shared: bool) -> Self {
-        let mapping = Mapping { memory: Arc::new(memory), is_shared };
+    fn new(memory: MmapRaw, folder: Option<Arc<Path>>) -> Self {
+        let mapping = Mapping { memory: Arc::new(memory), folder };
         MAPPINGS.lock().insert(mapping.memory.as_ptr() as usize, mapping.clone());
+        UNNAMED.fetch_add(usize::from(mapping.folder.is_some()), Ordering::Relaxed);
         Self(mapping)
     }
 
@@ -78,6 +83,7 @@ impl Drop for Pages {
     fn drop(&mut self) {
         // Before it is unmapped, when no other can be at its address.
         MAPPINGS.lock().remove(&(self.as_mut_ptr() as usize));
+        UNNAMED.fetch_sub(usize::from(self.0.folder.is_some()), Ordering::Relaxed);
     }
 }
 
@@ -102,12 +108,27 @@ fn reserve(file: &File, bytes: u64) -> io::Result<()> {
     Ok(())
 }
 
-/// Returns the mapping that contains the bytes, which stays mapped while it is borrowed.
-fn mapping_of(bytes: &Range<usize>, is_shared: bool) -> Option<Arc<MmapRaw>> {
+/// Returns the mapping that contains the bytes.
+fn find(bytes: &Range<usize>) -> Option<Mapping> {
     let mappings = MAPPINGS.lock();
     let (start, mapping) = mappings.range(..=bytes.start).next_back()?;
     let contains = !bytes.is_empty() && bytes.end <= start + mapping.memory.len();
-    (contains && mapping.is_shared == is_shared).then(|| mapping.memory.clone())
+    contains.then(|| mapping.clone())
+}
+
+/// Returns the mapping that contains the bytes, which stays mapped while it is borrowed.
+fn mapping_of(bytes: &Range<usize>, is_shared: bool) -> Option<Arc<MmapRaw>> {
+    find(bytes).filter(|mapping| mapping.folder.is_some() == is_shared).map(|mapping| mapping.memory)
+}
+
+/// Returns whether an unnamed file is mapped. Where none is, whoever has memory need not ask for its address.
+pub fn has_unnamed_files() -> bool {
+    UNNAMED.load(Ordering::Relaxed) > 0
+}
+
+/// Returns the folder of the unnamed file that the bytes are in; `None` if they are in none.
+pub fn folder_of(bytes: &Range<usize>) -> Option<Arc<Path>> {
+    find(bytes)?.folder
 }
 
 /// Returns whether the bytes are in an unnamed file.

@@ -37,12 +37,12 @@
 //! - **Bits.** [`Order::Ordered`], the default, adds in fp32 (f64, i64) in the order of ranks: the result is that of one process which
 //!   adds the same tensors in turn, whatever arrives first, and however large the pieces.
 //! - **Memory.** What is received arrives in the given tensor, without a copy. A [`Work`] keeps its tensors until it is done. libtorch
-//!   counts a receive as an in-place change when it is posted. Reductions take up to `2 · (N − 1)` MiB beside, on a GPU 8 times as much.
+//!   counts a receive as an in-place change when it is posted. Reductions take `2 · (N − 1)` pieces of [`piece_bytes`] beside.
 //! - **Bytes.** [`Group::bytes`] counts what crosses the wire, exactly: an all-gather or a reduce-scatter of `B` bytes sends `B · (N − 1)
 //!   / N` per rank.
 //! - **Time.** Every wait ends after the group's timeout. Then, or when a peer is gone, the group is dead: the error names rank, peer,
 //!   operation and label, and every later call returns it again. Each rank's last 256 operations are written into the folder that
-//!   `FRUGAL_COLLECTIVES_DUMP` names, or the last 8 to standard error. A process cannot repair a group; it ends, and its launcher restarts the ranks.
+//!   `FRUGAL_COLLECTIVES_DUMP` names, if it is set. A process cannot repair a group; it ends, and its launcher restarts the ranks.
 //! - **Sizes.** Ranks that disagree about an operation or its size wait until the deadline; nothing of the wrong size is received.
 //!   [`Group::agree`] compares options beforehand and names the first that differs.
 //!
@@ -106,7 +106,7 @@ pub use division::Division;
 pub use failure::CollectiveError;
 pub use group::{Group, GroupConfig};
 pub use launch::Launch;
-pub use ordered::PIECE;
+pub use ordered::piece_bytes;
 pub use slurm::Machines;
 pub use store::Store;
 pub use work::Work;

@@ -17,6 +17,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+use std::ops::Range;
 use std::path::Path;
 
 use files::pages::{self, Pages};
@@ -48,9 +49,20 @@ pub fn zeros(folder: &Path, shape: &[i64], kind: Kind) -> Result<Tensor> {
     crate::sys::file::tensor_over(memory, shape, kind)
 }
 
+/// Creates a tensor of zeros where `other` is: in an unnamed file in the same folder, or on its device.
+///
+/// # Errors
+/// As [`zeros`].
+pub fn zeros_beside(other: &Tensor, shape: &[i64], kind: Kind) -> Result<Tensor> {
+    match addresses_in_files(other).and_then(|bytes| pages::folder_of(&bytes)) {
+        Some(folder) => zeros(&folder, shape, kind),
+        None => Ok(Tensor::f_zeros(shape, (kind, other.device()))?),
+    }
+}
+
 /// Returns whether the tensor's values are in a file of [`zeros`].
 pub fn is_in_file(tensor: &Tensor) -> bool {
-    addresses(tensor).is_some_and(|bytes| pages::is_unnamed_file(&bytes))
+    addresses_in_files(tensor).is_some_and(|bytes| pages::is_unnamed_file(&bytes))
 }
 
 /// Brings the pages of a tensor into memory at once, faster than one by one at their first use. A page that the disk does not give back is
@@ -62,7 +74,7 @@ pub fn fetch(tensor: &Tensor) -> Result<()> {
     let failed = |cause: std::io::Error| {
         format!("pages of a tensor in a file do not come back from its disk: {cause}")
     };
-    let Some(bytes) = addresses(tensor) else { return Ok(()) };
+    let Some(bytes) = addresses_in_files(tensor) else { return Ok(()) };
     pages::fetch(&bytes).map_err(|cause| Error::Other(failed(cause).into()))
 }
 
@@ -73,6 +85,11 @@ pub fn fetch(tensor: &Tensor) -> Result<()> {
 /// A system that refuses.
 pub fn release(tensor: &Tensor) -> Result<()> {
     let failed = |cause: std::io::Error| format!("the pages of a tensor in a file are not released: {cause}");
-    let Some(bytes) = addresses(tensor) else { return Ok(()) };
+    let Some(bytes) = addresses_in_files(tensor) else { return Ok(()) };
     pages::release(&bytes).map_err(|cause| Error::Other(failed(cause).into()))
+}
+
+/// Returns the addresses of a CPU tensor's values, without asking for them where no file is used: a training step asks for each weight.
+fn addresses_in_files(tensor: &Tensor) -> Option<Range<usize>> {
+    pages::has_unnamed_files().then(|| addresses(tensor)).flatten()
 }

@@ -11,7 +11,7 @@ use crate::norm::BLOCK;
 use crate::sums::{Sums, add};
 use crate::{Result, refused};
 
-/// Elements at which a parameter begins in its bucket: a cache line of any dtype.
+/// Elements at which a parameter begins in its bucket, unless its state is in blocks of more: a cache line of any dtype.
 pub const ALIGNMENT: i64 = 64;
 
 /// A parameter in a bucket.
@@ -38,8 +38,8 @@ pub(crate) struct Bucket {
 }
 
 impl Bucket {
-    /// Moves parameters into a new bucket.
-    pub(crate) fn new(parameters: &[(usize, &str, &Tensor)], mesh: &Mesh) -> Result<Self> {
+    /// Moves parameters into a new bucket, each to a multiple of `alignment` elements.
+    pub(crate) fn new(parameters: &[(usize, &str, &Tensor)], mesh: &Mesh, alignment: i64) -> Result<Self> {
         let (kind, device) = (parameters[0].2.kind(), mesh.device());
         let (mut members, mut elements) = (Vec::new(), 0);
         for &(parameter, name, tensor) in parameters {
@@ -55,7 +55,7 @@ impl Bucket {
             }
             let end = elements + tensor.numel() as i64;
             members.push(Member { parameter, tensor: tensor.shallow_clone(), range: elements..end });
-            elements = (end + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+            elements = (end + alignment - 1) / alignment * alignment;
         }
         let division = divide(elements, &mesh.shard);
         let _no_grad = tch::no_grad_guard();
@@ -65,7 +65,7 @@ impl Bucket {
             view.f_copy_(tensor)?;
             tensor.f_set_data(&view)?;
         }
-        let sums = Sums::new(kind, division, members.len(), mesh)?;
+        let sums = Sums::new(&weights, division, members.len(), mesh)?;
         Ok(Self { members, kind, division, weights, is_layer: false, sums })
     }
 
@@ -77,7 +77,7 @@ impl Bucket {
         mesh: &Mesh,
     ) -> Result<Self> {
         let (kind, weights) = (shard.kind(), shard.shallow_clone());
-        let sums = Sums::new(kind, division, members.len(), mesh)?;
+        let sums = Sums::new(shard, division, members.len(), mesh)?;
         Ok(Self { members, kind, division, weights, is_layer: true, sums })
     }
 

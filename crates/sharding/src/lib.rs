@@ -126,7 +126,8 @@
 //!
 //! # Not supported
 //!
-//! GPUs; loss scalers that decide on the device; groups with a rule of their own; parameters whose memory is exchanged later, such as
+//! GPUs; loss scalers that decide on the device; groups with a rule of their own; rules that update whole tensors, as Muon and Adafactor do;
+//! 8-bit state in stage 3; parameters whose memory is exchanged later, such as
 //! those of layers that are offloaded to host memory. Each is refused by name.
 //!
 //! Sources: ZeRO (Rajbhandari et al., arXiv:1910.02054); DeepSpeed's and FSDP2's documentation.

@@ -13,6 +13,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use runtime::autograd::GradientHook;
 use runtime::collectives::{ReduceConfig, ReduceOp};
+use runtime::file_memory;
 use runtime::precision::identity;
 use tch::{Kind, Tensor};
 use training::Ranks;
@@ -22,7 +23,7 @@ use training::optimizer::{DeviceOptimizer, Group, Optimizer, Rule, StepDecision,
 use training::scaler::GradScaler;
 
 use crate::agreement;
-use crate::bucket::Bucket;
+use crate::bucket::{ALIGNMENT, Bucket};
 use crate::mesh::Mesh;
 use crate::norm::{self, Blocks};
 use crate::round::{Round, hooks, label};
@@ -58,7 +59,8 @@ impl ShardedOptimizer {
     ///
     /// # Errors
     /// Errors of [`DeviceOptimizer::new`]; a stage whose shards are missing; fp32 copies and stochastic rounding together; parameters that
-    /// are not where the ranks' group has its tensors; a group with a rule of its own; ranks with other parameters, values or options, with the first difference.
+    /// are not where the ranks' group has its tensors; a group with a rule of its own; a rule that updates whole tensors, and in
+    /// [`Stage::Three`] one whose state is in blocks; ranks with other parameters, values or options, with the first difference.
     pub fn new(
         rule: impl Rule + 'static,
         groups: Vec<Group>,
@@ -80,6 +82,7 @@ impl ShardedOptimizer {
     ) -> Result<Self> {
         let mesh = ranks.into();
         options.check(&mesh)?;
+        let granularity = settings::granularity(rule.as_ref(), options.stage)?;
         if let Some(group) = groups.iter().find(|group| group.rule.is_some()) {
             let reason =
                 format!("group `{}` has a rule of its own; give all groups the optimizer's", group.name);
@@ -110,14 +113,17 @@ impl ShardedOptimizer {
         settings::sort(&mut rest, &options.order)?;
         let mut buckets = Vec::new();
         for members in settings::divide(&rest, options.bucket_bytes) {
-            buckets.push(Bucket::new(&members, &mesh)?);
+            buckets.push(Bucket::new(&members, &mesh, ALIGNMENT.max(granularity))?);
         }
         // Layers come last: they are reduced first, from the last one on, as backward computes them.
         if let Some(shards) = &options.shards {
             buckets.extend(shards.buckets(&numbers, buckets.len())?);
         }
         let parts = parts(&buckets, &mesh.shard, names.len(), options.master_weights)?;
-        let inner = DeviceOptimizer::boxed(rule, inner_groups(&groups, &names, &parts)?)?;
+        let whole: HashMap<&str, i64> =
+            parameters.iter().map(|(_, name, tensor)| (*name, tensor.numel() as i64)).collect();
+        let inner = DeviceOptimizer::boxed(rule, inner_groups(&groups, &names, &parts)?)?
+            .with_parts(|name| whole.get(name).copied().unwrap_or_default());
         let inner = match options.stochastic_rounding {
             Some(seed) => {
                 let first: HashMap<&str, i64> =
@@ -348,7 +354,11 @@ impl Optimizer for ShardedOptimizer {
             return Ok(());
         }
         self.inner.step()?;
-        self.round_and_gather()
+        self.round_and_gather()?;
+        // What is in files is not used until the next step.
+        self.round.lock().buckets.iter().try_for_each(|bucket| bucket.sums.release())?;
+        let masters = self.parts.iter().filter(|part| part.rounded.is_some()).map(|part| &part.stepped);
+        Ok(masters.into_iter().try_for_each(file_memory::release)?)
     }
 
     fn zero_grad(&mut self, _how: ZeroGrad) -> Result<()> {

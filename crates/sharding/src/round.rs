@@ -276,6 +276,7 @@ impl Round {
         self.submit()?;
         // The worker does not need the lock.
         self.reductions.end()?;
+        self.buckets.iter().try_for_each(|bucket| bucket.sums.release())?;
         let counted =
             |arrived: &Arrived| matches!(arrived, Arrived::Parameters { additions, .. } if *additions > 0);
         let learn = self.arrived.iter().any(counted);
@@ -416,7 +417,7 @@ mod tests {
             let tensors = [tensor(), tensor()];
             let members: Vec<(usize, &str, &Tensor)> =
                 tensors.iter().enumerate().map(|(number, tensor)| (number, "weight", tensor)).collect();
-            let bucket = Bucket::new(&members, &mesh).unwrap();
+            let bucket = Bucket::new(&members, &mesh, 1).unwrap();
             let options = ShardingConfig { one_addition, ..ShardingConfig::default() };
             let mut round = Round::new(vec![bucket], 2, &mesh, &options).unwrap();
             for number in 0..2 {

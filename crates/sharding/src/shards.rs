@@ -6,11 +6,13 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 
 use parking_lot::Mutex;
 use runtime::collectives::{Division, Group as Ranks};
 use runtime::device::{Event, Stream};
+use runtime::file_memory;
 use runtime::precision::identity;
 use tch::{Device, Tensor};
 use training::layer_source::{LayerRegion, LayerSource};
@@ -32,7 +34,8 @@ pub enum FrozenWeights {
     Sharded,
 }
 
-/// This rank's shards of a model's layers, for [`Stage::Three`](crate::Stage::Three). Clones are the same shards.
+/// This rank's shards of a model's layers, for [`Stage::Three`](crate::Stage::Three). Clones are the same shards. They are in memory of the
+/// mesh's device, or in files ([`Shards::in_files`]), whose pages are in memory only while a layer is gathered or stepped.
 #[derive(Clone)]
 pub struct Shards(Arc<Inner>);
 
@@ -41,6 +44,8 @@ struct Inner {
     /// Loads run beside reductions, so they have a group of their own.
     gathers: Ranks,
     frozen: FrozenWeights,
+    /// The folder of the files that the shards are in; `None` for memory of the mesh's device.
+    files: Option<PathBuf>,
     /// On a GPU, when the shards' last change is done: layers are loaded on another stream than that which changes them.
     changed: Mutex<Option<Event>>,
     values: Mutex<Option<Values>>,
@@ -85,10 +90,28 @@ impl Shards {
     /// # Errors
     /// Ranks that do not come; a second call for the same ranks.
     pub fn new(ranks: impl Into<Mesh>, frozen: FrozenWeights) -> Result<Self> {
+        Self::within(ranks, frozen, None)
+    }
+
+    /// [`Shards::new`] in unnamed files in `folder`, where the optimizer's sums, copies and state of these shards are then, too (as in
+    /// ZeRO-Infinity). Each rank may give another folder.
+    ///
+    /// # Errors
+    /// As [`Shards::new`]; ranks on a GPU.
+    pub fn in_files(ranks: impl Into<Mesh>, frozen: FrozenWeights, folder: &Path) -> Result<Self> {
+        Self::within(ranks, frozen, Some(folder.to_owned()))
+    }
+
+    fn within(ranks: impl Into<Mesh>, frozen: FrozenWeights, files: Option<PathBuf>) -> Result<Self> {
         let mesh = ranks.into();
+        if files.is_some() && mesh.device() != Device::Cpu {
+            return Err(refused(
+                "shards in files of ranks on a GPU, which is not implemented; keep them on the GPU",
+            ));
+        }
         let gathers = mesh.shard.duplicate(&format!("{}, gathers", mesh.shard.name()))?;
         let (changed, values, state) = (Mutex::default(), Mutex::default(), Mutex::default());
-        Ok(Self(Arc::new(Inner { mesh, gathers, frozen, changed, values, state })))
+        Ok(Self(Arc::new(Inner { mesh, gathers, frozen, files, changed, values, state })))
     }
 
     /// Reads the values of layers that have none in memory, such as those of a model's files, while they are divided: a layer is whole
@@ -114,8 +137,11 @@ impl Shards {
         self.0.state.lock().regions.iter().map(|region| bytes(&region.shard)).sum()
     }
 
-    /// Notes that the current stream has changed shards.
+    /// Notes that the current stream has changed shards, which are not used until their layers are.
     pub(crate) fn note_change(&self) -> Result<()> {
+        if self.0.files.is_some() {
+            self.0.state.lock().regions.iter().try_for_each(|region| file_memory::release(&region.shard))?;
+        }
         let device = self.0.mesh.device();
         if device != Device::Cpu {
             let event = Event::untimed(device)?;
@@ -256,7 +282,7 @@ impl LayerSource for Shards {
 
     /// Nothing is gathered where there is one rank. On a GPU a layer is computed in a slot all the same.
     fn keeps_memory(&self) -> bool {
-        self.0.mesh.shard.size() == 1 && self.0.mesh.device() == Device::Cpu
+        self.0.mesh.shard.size() == 1 && self.0.mesh.device() == Device::Cpu && self.0.files.is_none()
     }
 
     fn read(&self, name: &str, target: &Tensor) -> Result<bool> {
@@ -268,10 +294,16 @@ impl LayerSource for Shards {
         let division = divide(region.values.numel() as i64, &self.0.mesh.shard);
         let values = narrow(region.values, &division.range(self.0.mesh.shard.rank()))?;
         // Of one rank the shard is the region itself.
-        let shard = match self.0.mesh.device() {
-            Device::Cpu if self.keeps_memory() => values,
-            Device::Cpu => values.f_detach_copy()?,
-            device => values.f_to_device(device)?,
+        let shard = match (self.0.mesh.device(), &self.0.files) {
+            (_, Some(folder)) => {
+                let mut shard = file_memory::zeros(folder, &values.size(), values.kind())?;
+                shard.f_copy_(&values)?;
+                file_memory::release(&shard)?;
+                shard
+            }
+            (Device::Cpu, None) if self.keeps_memory() => values,
+            (Device::Cpu, None) => values.f_detach_copy()?,
+            (device, None) => values.f_to_device(device)?,
         };
         self.note_change()?;
         let mut members = Vec::new();
@@ -304,7 +336,9 @@ impl LayerSource for Shards {
             Stream::current(self.0.mesh.device())?.wait(changed)?;
         }
         let target = target.f_view_dtype(shard.kind())?;
-        self.0.gathers.all_gather(&target, division, &shard, &layer)?.wait()
+        file_memory::fetch(&shard)?;
+        self.0.gathers.all_gather(&target, division, &shard, &layer)?.wait()?;
+        file_memory::release(&shard)
     }
 
     fn deliver(&self, region: usize, gradients: Vec<(usize, Tensor)>, last: bool) -> Result<()> {

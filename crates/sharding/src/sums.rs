@@ -1,6 +1,7 @@
 //! This rank's sums of a bucket's gradients over the rounds of a step.
 
 use runtime::collectives::Division;
+use runtime::file_memory;
 use tch::{Kind, Tensor};
 
 use crate::Result;
@@ -18,18 +19,29 @@ pub(crate) enum Sums {
 }
 
 impl Sums {
-    pub(crate) fn new(kind: Kind, division: Division, members: usize, mesh: &Mesh) -> Result<Self> {
+    /// Creates sums beside `weights`: in a file where these are in one.
+    pub(crate) fn new(weights: &Tensor, division: Division, members: usize, mesh: &Mesh) -> Result<Self> {
+        let kind = weights.kind();
         if mesh.world.size() == 1 && matches!(kind, Kind::Float | Kind::Double) {
             return Ok(Self::Each((0..members).map(|_| None).collect()));
         }
         let kind = if kind == Kind::Double { Kind::Double } else { Kind::Float };
-        Ok(Self::Flat(Tensor::f_zeros([division.len(mesh.shard.rank())], (kind, mesh.device()))?))
+        let sums = file_memory::zeros_beside(weights, &[division.len(mesh.shard.rank())], kind)?;
+        Ok(Self::Flat(sums))
     }
 
     /// Forgets the gradients of a step, as far as they take memory of their own.
     pub(crate) fn clear(&mut self) {
         if let Self::Each(sums) = self {
             sums.fill_with(|| None);
+        }
+    }
+
+    /// Ends the use of sums in a file for now.
+    pub(crate) fn release(&self) -> Result<()> {
+        match self {
+            Self::Flat(sums) => Ok(file_memory::release(sums)?),
+            Self::Each(_) => Ok(()),
         }
     }
 

@@ -39,7 +39,7 @@ impl Job {
     }
 
     /// The passes of a step of batches like `batch`, in one process.
-    fn passes(&self, batch: Batch, rows: Option<u64>) -> u64 {
+    pub(super) fn passes(&self, batch: Batch, rows: Option<u64>) -> u64 {
         let split = rows.map_or(1, |rows| batch.work.batch.div_ceil(rows.max(1)));
         let all = self.accumulation.max(1).saturating_mul(split);
         self.ranks
@@ -62,14 +62,13 @@ impl Job {
             None => sizes::training(&self.model, pass.work, &self.choices)?,
         };
         if self.lora.is_none() {
-            let whole = sizes::update_bytes(&self.model, &self.choices.recipe, self.on_cpu)?;
-            costs.working.update_bytes = self.update_bytes(whole)?;
+            costs.working.update_bytes = self.update_bytes()?;
         }
         Ok(costs)
     }
 
     /// The costs of a pass under `placement`, of the whole model.
-    fn costs_of(&self, placement: &Placement, pass: Batch) -> Result<StepCosts, Error> {
+    pub(super) fn costs_of(&self, placement: &Placement, pass: Batch) -> Result<StepCosts, Error> {
         let costs = self.costs(pass)?;
         match placement {
             Placement::Resident(plan) => self.with_plan(costs, pass, plan),
@@ -96,6 +95,9 @@ impl Job {
 
     fn rates_of(&self, placement: &Placement) -> Rates {
         match placement {
+            _ if self.ranks.is_some_and(|ranks| ranks.keeps_files()) => {
+                Rates { device_optimizer: self.file_optimizer, ..self.rates }
+            }
             Placement::Offloaded { tier: Tier::File, .. } if self.lora.is_none() => {
                 Rates { load: self.file_load, host_optimizer: self.file_optimizer, ..self.rates }
             }
@@ -121,8 +123,8 @@ impl Job {
         let seconds = self.seconds(&placement, rows)?;
         let evaluation = self.evaluation.map(|batch| self.evaluation(&placement, batch)).transpose()?;
         let evaluation_bytes = evaluation.map_or(0, |peak| peak.total);
-        let stage = self.ranks.as_ref().map(|ranks| ranks.stage);
-        Ok(Candidate { placement, rows, stage, peak, batch, evaluation_bytes, host_bytes, seconds })
+        let ranks = self.ranks;
+        Ok(Candidate { placement, rows, ranks, peak, batch, evaluation_bytes, host_bytes, seconds })
     }
 
     /// Returns the device's bytes at every moment of a step, in their order; the largest is [`Candidate::peak`].
@@ -251,18 +253,38 @@ impl Job {
         let whole = self.costs_of(placement, pass)?;
         let passes = self.passes(self.mean, rows);
         let [between, at_last] = self.waits(&whole, placement, pass)?;
+        let further = match self.further_passes {
+            0 => 0.0,
+            passes => f64::from(passes) * self.forward_seconds(placement, pass)?,
+        };
+        let [between, at_last] = [between + further, at_last + further];
         let costs = self.divided(whole)?;
         let last = self.seconds_of(&simulate(&costs, &rates, &setup, Start::Warm)?) + at_last;
         if passes == 1 {
             return Ok(last);
         }
-        let free = Rates { host_optimizer: NO_UPDATE, device_optimizer: NO_UPDATE, ..rates };
+        let free = without_updates(rates);
         let pass = self.seconds_of(&simulate(&costs, &free, &setup, Start::Warm)?) + between;
         Ok((passes - 1) as f64 * pass + last)
     }
 }
 
+/// Rates at which updates take no time.
+fn without_updates(rates: Rates) -> Rates {
+    Rates { host_optimizer: NO_UPDATE, device_optimizer: NO_UPDATE, ..rates }
+}
+
 impl Job {
+    /// Seconds of a forward without a graph, whose head computes the labelled positions alone.
+    fn forward_seconds(&self, placement: &Placement, pass: Batch) -> Result<f64, Error> {
+        let mut costs = sizes::inference(&self.model, pass.work, &self.choices)?;
+        if let Some(labelled) = pass.labelled {
+            costs.fixed.seconds *= labelled as f64 / pass.work.tokens()? as f64;
+        }
+        let rates = without_updates(self.rates_of(placement));
+        Ok(self.seconds_of(&simulate(&costs, &rates, &placement.setup(), Start::Warm)?))
+    }
+
     /// Seconds of a simulated step. On a CPU, transfers and updates take turns with products: nothing is hidden behind them.
     fn seconds_of(&self, step: &SimulatedStep) -> f64 {
         if !self.on_cpu {

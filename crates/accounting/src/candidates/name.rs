@@ -7,8 +7,15 @@ use crate::offload::OptimizerPlace;
 impl Candidate {
     /// Returns a short name, such as `recompute 15 of 24 layers, 2 rows at a time`.
     pub fn name(&self) -> String {
-        let placement = match self.stage {
-            Some(stage) => format!("ZeRO-{}, {}", stage.number(), self.placement.name()),
+        let placement = match &self.ranks {
+            Some(ranks) => {
+                let replicas = match ranks.replicas {
+                    0 | 1 => String::new(),
+                    several => format!(" in {several} replicas"),
+                };
+                let files = if ranks.keeps_files() { " in files" } else { "" };
+                format!("ZeRO-{}{replicas}{files}, {}", ranks.stage.number(), self.placement.name())
+            }
             None => self.placement.name(),
         };
         match self.rows {

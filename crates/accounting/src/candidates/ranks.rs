@@ -2,11 +2,11 @@
 
 use super::{Batch, Candidate, Job, Placement};
 use crate::activation_plan::LayerPlan;
-use crate::exact::{product, sum};
+use crate::exact::sum;
 use crate::memory::recipe::Recipe;
 use crate::memory::zero::ZeroStage;
-use crate::offload::StepCosts;
-use crate::scale::{Division, Exchange, Network, Work, step};
+use crate::offload::{StepCosts, sizes};
+use crate::scale::{Division, Exchange, Network, Step, Work, step};
 use crate::sharding::{Layout, Region};
 use crate::{Error, sequence_parallel};
 
@@ -21,6 +21,8 @@ pub struct Ranks {
     pub replicas: u64,
     /// Slots for gathered layers of stage 3.
     pub slots: u64,
+    /// Whether the shards of stage 3 are in files, with the optimizer's sums, copies and state of them.
+    pub in_files: bool,
     /// What connects them.
     pub network: Network,
 }
@@ -31,20 +33,54 @@ impl Ranks {
         (self.ranks / sequence_ranks.max(1)).max(1)
     }
 
+    /// Whether what a rank owns of layers is in files.
+    pub fn keeps_files(&self) -> bool {
+        self.in_files && self.stage == ZeroStage::Three
+    }
+
     fn division(&self) -> Division {
         Division { stage: self.stage, shard: self.ranks / self.replicas.max(1), replicas: self.replicas }
     }
+}
+
+/// What a rank exchanges with others in a step.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Traffic {
+    /// The seconds of the step, and those in which the rank waits.
+    pub times: Step,
+    /// Bytes that rank 0 sends.
+    pub sent_bytes: u64,
 }
 
 impl Job {
     /// Returns the job whose ranks divide what those of a candidate do.
     #[must_use]
     pub fn at(&self, candidate: &Candidate) -> Self {
-        let mut job = self.clone();
-        if let (Some(ranks), Some(stage)) = (&mut job.ranks, candidate.stage) {
-            ranks.stage = stage;
-        }
-        job
+        Self { ranks: candidate.ranks, ..self.clone() }
+    }
+
+    /// Returns what a rank exchanges with others in a step of mean batches; `None` for one process.
+    ///
+    /// # Errors
+    /// As [`Job::evaluate`].
+    pub fn traffic(&self, candidate: &Candidate) -> Result<Option<Traffic>, Error> {
+        let Some(ranks) = &candidate.ranks else { return Ok(None) };
+        let (job, placement, rows) = (self.at(candidate), &candidate.placement, candidate.rows);
+        let (pass, rounds) = (job.pass(job.mean, rows), job.passes(job.mean, rows));
+        let [between, last] = job.times(ranks, &job.costs_of(placement, pass)?, placement, pass)?;
+        let all = |of: fn(&Step) -> f64| (rounds - 1) as f64 * of(&between) + of(&last);
+        let times = Step {
+            compute: candidate.seconds - all(Step::exposed),
+            gather: all(|step| step.gather),
+            reduce: all(|step| step.reduce),
+            replicas: all(|step| step.replicas),
+            exchange: all(|step| step.exchange),
+            latency: all(|step| step.latency),
+        };
+        let Exchange { bytes, passes, .. } = job.exchange(placement, pass)?;
+        let of_rows = rounds as f64 * self.model.layers as f64 * passes * bytes;
+        let sent_bytes = job.layout(ranks)?.0.sent_bytes(0, rounds, ranks.slots)? + of_rows as u64;
+        Ok(Some(Traffic { times, sent_bytes }))
     }
 
     /// Whether ranks divide the layers' weights.
@@ -62,28 +98,39 @@ impl Job {
             }
             None => (Layout::of_decoder(&self.model, &recipe, stage, shard)?, recipe),
         };
-        Ok((layout.with_replicas(replicas)?, recipe))
+        let layout = layout.with_replicas(replicas)?.aligned(self.choices.optimizer.block_elements())?;
+        Ok((layout, recipe))
     }
 
     /// The costs of the rank that owns the most, of those of the whole model.
     pub(super) fn divided(&self, costs: StepCosts) -> Result<StepCosts, Error> {
         let Some(ranks) = &self.ranks else { return Ok(costs) };
         let (layout, recipe) = self.layout(ranks)?;
-        layout.costs(costs, &recipe, self.choices.optimizer, ranks.slots)
+        let mut costs = layout.costs(costs, &recipe, self.choices.optimizer, ranks.slots)?;
+        if ranks.keeps_files() {
+            let outside = Layout {
+                regions: layout.regions.into_iter().filter(|one| one.layer.is_none()).collect(),
+                ..layout
+            };
+            costs.layers.iter_mut().for_each(|layer| layer.slot_bytes = 0);
+            costs.fixed.state_bytes = outside.rank_bytes(0, &recipe, self.choices.optimizer, 0)?.states()?;
+        }
+        Ok(costs)
     }
 
-    /// Bytes that an update adds; one process adds `whole`. Ranks step fp32 copies by sums in fp32, which need no other; weights of 16
-    /// bits by gradients in their dtype.
-    pub(super) fn update_bytes(&self, whole: u64) -> Result<u64, Error> {
-        const WHAT: &str = "bytes of the optimizer's step";
-        let Some(ranks) = &self.ranks else { return Ok(whole) };
+    /// Bytes that an update adds. Ranks step fp32 copies by sums in fp32, which need no other; weights of 16 bits by gradients in their
+    /// dtype.
+    pub(super) fn update_bytes(&self) -> Result<u64, Error> {
         let recipe = self.choices.recipe;
+        let Some(ranks) = &self.ranks else {
+            return sizes::update_bytes(&self.model, &recipe, self.on_cpu);
+        };
         if recipe.master.is_some() || recipe.parameters.storage_bits() >= recipe.state.storage_bits() {
             return Ok(0);
         }
-        let share = self.model.parameters()?.div_ceil(ranks.division().shard);
-        let copies = product(WHAT, &[2, recipe.state.bytes(share)?])?;
-        sum(WHAT, [whole.min(copies), recipe.parameters.bytes(share)?])
+        let (largest, all) = self.layout(ranks)?.0.stepped();
+        let copies = sizes::update_copies(&recipe, self.on_cpu, (largest, all))?;
+        sum("bytes of the optimizer's step", [copies, recipe.parameters.bytes(all)?])
     }
 
     /// Returns the bytes of a peak that are there only while an earlier reduction is still under way: those of
@@ -117,6 +164,21 @@ impl Job {
         pass: Batch,
     ) -> Result<[f64; 2], Error> {
         let Some(ranks) = &self.ranks else { return Ok([0.0; 2]) };
+        // Each pass reads this rank's part of the layers.
+        let own = whole.layers.iter().map(|layer| layer.slot_bytes as f64).sum::<f64>()
+            / ranks.division().shard as f64;
+        let reads = if ranks.keeps_files() { 2.0 * own / self.file_load } else { 0.0 };
+        Ok(self.times(ranks, whole, placement, pass)?.map(|times| times.exposed() + reads))
+    }
+
+    /// The times of a round and of the last one.
+    fn times(
+        &self,
+        ranks: &Ranks,
+        whole: &StepCosts,
+        placement: &Placement,
+        pass: Batch,
+    ) -> Result<[Step; 2], Error> {
         let layers = whole.layers.len() as u64;
         let hides = !self.on_cpu || ranks.ranks > ranks.network.node;
         let mean = |seconds: f64| if hides { seconds / layers.max(1) as f64 } else { 0.0 };
@@ -147,7 +209,7 @@ impl Job {
         // Only the last round is followed by an update.
         let weights = if three { last.weights } else { 0.0 };
         let between = Work { weights, outside_weights: 0.0, ..last };
-        Ok([between, last].map(|work| step(&work, ranks.division(), &ranks.network).exposed()))
+        Ok([between, last].map(|work| step(&work, ranks.division(), &ranks.network)))
     }
 
     fn exchange(&self, placement: &Placement, pass: Batch) -> Result<Exchange, Error> {

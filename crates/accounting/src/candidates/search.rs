@@ -28,6 +28,10 @@ pub struct Allowed {
     pub rows: Option<u64>,
     /// What ranks may divide; empty for the job's own stage.
     pub stages: Vec<ZeroStage>,
+    /// Numbers of replicas among which the ranks may be divided; empty for the job's own.
+    pub replicas: Vec<u64>,
+    /// Whether what a rank owns of divided layers may be in files.
+    pub shards_in_files: bool,
 }
 
 /// The activation plans of resident layers.
@@ -72,6 +76,8 @@ impl Default for Allowed {
             splits: true,
             rows: None,
             stages: Vec::new(),
+            replicas: Vec::new(),
+            shards_in_files: false,
         }
     }
 }
@@ -119,6 +125,22 @@ impl SearchResult {
     }
 }
 
+impl Allowed {
+    /// What the ranks of a job may divide.
+    fn divisions(&self, own: &Ranks) -> Vec<Ranks> {
+        let stages = if self.stages.is_empty() { &[own.stage][..] } else { &self.stages };
+        let replicas = if self.replicas.is_empty() { &[own.replicas][..] } else { &self.replicas };
+        let mut all = Vec::new();
+        for (&stage, &replicas) in stages.iter().flat_map(|stage| replicas.iter().map(move |of| (stage, of)))
+        {
+            let may_be = self.shards_in_files && stage == ZeroStage::Three && !own.in_files;
+            let places = if may_be { &[false, true][..] } else { &[own.in_files] };
+            all.extend(places.iter().map(|&in_files| Ranks { stage, replicas, in_files, ..*own }));
+        }
+        all
+    }
+}
+
 fn fits(candidate: &Candidate, budget: AvailableMemory) -> bool {
     candidate.device_bytes() <= budget.device && fits_host(candidate, budget)
 }
@@ -143,7 +165,8 @@ fn replaces(candidate: &Candidate, other: &Candidate) -> bool {
 
 /// Seconds, with the share of a tie for fewer rows, for offloaded layers, and for their inputs in host memory.
 fn cost(candidate: &Candidate) -> f64 {
-    let is_offloaded = matches!(candidate.placement, Placement::Offloaded { .. });
+    let in_files = candidate.ranks.is_some_and(|ranks| ranks.keeps_files());
+    let is_offloaded = in_files || matches!(candidate.placement, Placement::Offloaded { .. });
     let has_inputs_on_host = matches!(candidate.placement, Placement::Offloaded { inputs_on_host: true, .. });
     let changes = u8::from(!candidate.keeps_bits()) + u8::from(is_offloaded) + u8::from(has_inputs_on_host);
     candidate.seconds * (1.0 + TIE * f64::from(changes))
@@ -155,16 +178,16 @@ impl Job {
     /// # Errors
     /// A model whose activations are not modelled; an activation plan of another length.
     pub fn search(&self, allowed: &Allowed, budget: AvailableMemory) -> Result<SearchResult, Error> {
-        let mut all = Vec::new();
-        match &self.ranks {
-            Some(ranks) if !allowed.stages.is_empty() => {
-                for &stage in &allowed.stages {
-                    let job = Self { ranks: Some(Ranks { stage, ..*ranks }), ..self.clone() };
-                    all.extend(job.candidates(allowed, budget)?);
+        let all = match &self.ranks {
+            Some(ranks) => {
+                let mut all = Vec::new();
+                for ranks in allowed.divisions(ranks) {
+                    all.extend(Self { ranks: Some(ranks), ..self.clone() }.candidates(allowed, budget)?);
                 }
+                all
             }
-            _ => all = self.candidates(allowed, budget)?,
-        }
+            None => self.candidates(allowed, budget)?,
+        };
         let best = (0..all.len()).filter(|&number| fits(&all[number], budget)).min_by(|&a, &b| {
             cost(&all[a]).total_cmp(&cost(&all[b])).then(all[a].device_bytes().cmp(&all[b].device_bytes()))
         });
@@ -183,7 +206,7 @@ impl Job {
             if is_shown
                 && !shown.iter().any(|one| {
                     one.placement == candidate.placement
-                        && (one.rows, one.stage) == (candidate.rows, candidate.stage)
+                        && (one.rows, one.ranks) == (candidate.rows, candidate.ranks)
                 })
             {
                 shown.push(candidate);

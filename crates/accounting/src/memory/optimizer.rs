@@ -6,8 +6,9 @@
 //! | momentum | velocity | 4 B |
 //! | AdaGrad | sum of g² | 4 B |
 //! | RMSProp | mean of g² | 4 B |
+//! | Lion | mean of g | 4 B |
 //! | Adam, AdamW | mean of g, mean of g² | 8 B |
-//! | 8-bit Adam | both in 8 bits, and an fp32 scale per 256 | 2 B + 1/32 B |
+//! | 8-bit Adam, AdamW | both in 8 bits, and an fp32 scale per 256 | 2 B + 1/32 B |
 //!
 //! The 8-bit Adam is that of bitsandbytes (Dettmers et al., arXiv:2110.02861): block-wise with 256 elements to a block,
 //! and tensors of fewer than 4096 elements stay in fp32. Step counters, a scalar per tensor, are not counted.
@@ -17,6 +18,7 @@ use std::str::FromStr;
 use crate::model::Decoder;
 use crate::{Dtype, Error, exact};
 
+const WHAT: &str = "bytes of the optimizer's state";
 /// Elements that share a scale in 8-bit state.
 const BLOCK: u64 = 256;
 /// Smaller tensors keep fp32 state in an 8-bit optimizer.
@@ -38,14 +40,24 @@ pub enum Optimizer {
     /// AdamW.
     #[default]
     AdamW,
-    /// Adam with block-wise 8-bit state.
+    /// Lion.
+    Lion,
+    /// Adam or AdamW with block-wise 8-bit state.
     Adam8bit,
 }
 
 impl Optimizer {
     /// All optimizers.
-    pub const ALL: [Self; 7] =
-        [Self::Sgd, Self::Momentum, Self::AdaGrad, Self::RmsProp, Self::Adam, Self::AdamW, Self::Adam8bit];
+    pub const ALL: [Self; 8] = [
+        Self::Sgd,
+        Self::Momentum,
+        Self::AdaGrad,
+        Self::RmsProp,
+        Self::Adam,
+        Self::AdamW,
+        Self::Lion,
+        Self::Adam8bit,
+    ];
 
     /// Returns the name for [`FromStr`].
     pub const fn name(self) -> &'static str {
@@ -56,6 +68,7 @@ impl Optimizer {
             Self::RmsProp => "rmsprop",
             Self::Adam => "adam",
             Self::AdamW => "adamw",
+            Self::Lion => "lion",
             Self::Adam8bit => "adam-8bit",
         }
     }
@@ -64,8 +77,16 @@ impl Optimizer {
     pub const fn state_tensors(self) -> u64 {
         match self {
             Self::Sgd => 0,
-            Self::Momentum | Self::AdaGrad | Self::RmsProp => 1,
+            Self::Momentum | Self::AdaGrad | Self::RmsProp | Self::Lion => 1,
             Self::Adam | Self::AdamW | Self::Adam8bit => 2,
+        }
+    }
+
+    /// Returns the elements that share a scale, at whose multiples ranks divide a parameter.
+    pub(crate) const fn block_elements(self) -> u64 {
+        match self {
+            Self::Adam8bit => BLOCK,
+            _ => 1,
         }
     }
 
@@ -92,19 +113,23 @@ impl Optimizer {
         tensors: impl IntoIterator<Item = (u64, u64)>,
         state: Dtype,
     ) -> Result<u64, Error> {
-        const WHAT: &str = "bytes of the optimizer's state";
         let mut bytes = Vec::new();
         for (count, elements) in tensors {
-            let one = if self != Self::Adam8bit {
-                state.bytes(elements)?
-            } else if elements < SMALLEST_8BIT {
-                Dtype::Fp32.bytes(elements)?
-            } else {
-                exact::sum(WHAT, [elements, Dtype::Fp32.bytes(elements.div_ceil(BLOCK))?])?
-            };
-            bytes.push(exact::product(WHAT, &[count, self.state_tensors(), one])?);
+            bytes.push(exact::product(WHAT, &[count, self.state_bytes_of_part(elements, elements, state)?])?);
         }
         exact::sum(WHAT, bytes)
+    }
+
+    /// Returns the bytes of state for some elements of a tensor of `whole` elements, in whole blocks.
+    pub(crate) fn state_bytes_of_part(self, elements: u64, whole: u64, state: Dtype) -> Result<u64, Error> {
+        let one = if self != Self::Adam8bit {
+            state.bytes(elements)?
+        } else if whole < SMALLEST_8BIT {
+            Dtype::Fp32.bytes(elements)?
+        } else {
+            exact::sum(WHAT, [elements, Dtype::Fp32.bytes(elements.div_ceil(BLOCK))?])?
+        };
+        exact::product(WHAT, &[self.state_tensors(), one])
     }
 }
 
@@ -130,7 +155,7 @@ mod tests {
         let state = |optimizer: Optimizer| optimizer.state_bytes(&model, Dtype::Fp32).unwrap();
         let n = 124_439_808;
         assert_eq!(state(Optimizer::Sgd), 0);
-        for one in [Optimizer::Momentum, Optimizer::AdaGrad, Optimizer::RmsProp] {
+        for one in [Optimizer::Momentum, Optimizer::AdaGrad, Optimizer::RmsProp, Optimizer::Lion] {
             assert_eq!(state(one), 4 * n);
         }
         assert_eq!((state(Optimizer::Adam), state(Optimizer::AdamW)), (8 * n, 8 * n));

@@ -141,7 +141,9 @@ pub(super) fn footprints(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Re
     let kept = kept(costs, setup)?;
     let alive = gradients(costs, setup, spans);
     let footprint = |(moment, start): (Moment, f64)| {
-        let alive = alive.iter().filter(|one| one.from <= start && start < one.until).map(|one| one.bytes);
+        let are_freed = moment == Moment::Update && costs.fixed.are_reduced;
+        let is_alive = |one: &&Gradient| !are_freed && one.from <= start && start < one.until;
+        let alive = alive.iter().filter(is_alive).map(|one| one.bytes);
         let mut parts = base.clone();
         let (fixed, reducing) = match moment {
             Moment::Forward(_) | Moment::Head => (0, 0),
@@ -149,6 +151,7 @@ pub(super) fn footprints(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Re
                 (costs.fixed.head_gradient_bytes, costs.layers[layer].reducing_bytes)
             }
             Moment::Embedding => (costs.fixed.gradient_bytes, costs.fixed.reducing_bytes),
+            Moment::Update if are_freed => (0, 0),
             Moment::Update => (costs.fixed.gradient_bytes, 0),
         };
         if setup.method == Method::OneAtATime && matches!(moment, Moment::Head | Moment::Embedding) {

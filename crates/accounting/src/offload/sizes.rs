@@ -30,6 +30,7 @@ pub use crate::passes::head::Logits;
 pub use choices::Choices;
 use weight_copies::cast_bytes;
 pub use weight_copies::update_bytes;
+pub(crate) use weight_copies::update_copies;
 
 /// Returns the costs of a forward that keeps nothing and ends in logits.
 ///
@@ -186,7 +187,7 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
         weight_bytes: recipe.parameters.bytes(outer)?,
         gradient_bytes: recipe.gradients.bytes(outer)?,
         head_gradient_bytes: recipe.gradients.bytes(early)?,
-        state_bytes: states(vec![outer])?,
+        state_bytes: states(model.outer_elements()?)?,
         reducing_bytes: 0,
         trainable: outer,
         seconds: choices.training_seconds(
@@ -194,6 +195,7 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
             3.0,
             output_bytes(model, choices)?,
         ),
+        are_reduced: false,
     };
     let working = WorkingMemory {
         // The hidden states' gradient, and the embedding's own if the head's is tied to it.

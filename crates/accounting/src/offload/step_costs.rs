@@ -37,6 +37,8 @@ pub struct Fixed {
     /// Bytes of those that exist from the loss on: the last norm's and the output matrix', which is the embedding's if they are
     /// tied.
     pub head_gradient_bytes: u64,
+    /// Whether gradients become sums of ranks, and are freed, before the optimizer steps.
+    pub are_reduced: bool,
     /// Bytes of master weights and optimizer state.
     pub state_bytes: u64,
     /// Bytes of layers' gradients on their way to other ranks during the embedding's backward.

@@ -109,6 +109,25 @@ impl Layout {
         Ok(Self { replicas: positive("the number of replicas", replicas)?, ..self })
     }
 
+    /// Places trained parameters at multiples of so many elements where that is more than [`ALIGNMENT`], as state in blocks needs.
+    ///
+    /// # Errors
+    /// Counts beyond 64 bits.
+    pub(crate) fn aligned(mut self, alignment: u64) -> Result<Self, Error> {
+        if alignment <= ALIGNMENT {
+            return Ok(self);
+        }
+        for one in self.regions.iter_mut().filter(|one| one.layer.is_none() && one.gradients.is_some()) {
+            let placed: Vec<Placed> = one
+                .parameters
+                .iter()
+                .map(|parameter| (parameter.range.end - parameter.range.start, parameter.position))
+                .collect();
+            *one = region(&placed, (one.dtype, one.gradients), alignment, None)?;
+        }
+        Ok(self)
+    }
+
     /// Whether there is one rank in all.
     pub(super) fn is_alone(&self) -> bool {
         self.ranks == 1 && self.replicas == 1

@@ -53,6 +53,7 @@ impl Layout {
                 layer.slot_bytes = self.own_layer_bytes(number)?;
             }
         }
+        costs.fixed.are_reduced = self.stage != ZeroStage::Zero && !self.takes_all_gradients();
         costs.fixed.state_bytes = rank.states()?;
         costs.fixed.trainable = share(costs.fixed.trainable);
         costs.working.constant_bytes =

@@ -17,6 +17,23 @@ fn shards_begin_at_blocks_and_may_be_empty() {
     assert_eq!(region.owned(0, 1), 0..10_240);
 }
 
+/// An 8-bit state has 2 bytes for each element of a large parameter and two scales per 256, and 8 bytes for each of a small one.
+#[test]
+fn eight_bit_state_is_divided_between_blocks() {
+    let placed = [10_000, 65, 4096].map(|elements| (elements, LayerPosition::Before));
+    let formats = (Dtype::Fp32, Some(Dtype::Fp32));
+    let regions = vec![region(&placed, formats, ALIGNMENT, None).unwrap()];
+    let layout = Layout { stage: ZeroStage::One, ranks: 2, replicas: 1, regions };
+    let layout = layout.aligned(Optimizer::Adam8bit.block_elements()).unwrap();
+    let starts: Vec<u64> = layout.regions[0].parameters.iter().map(|one| one.range.start).collect();
+    assert_eq!((starts, layout.regions[0].elements), (vec![0, 10_240, 10_496], 14_592));
+    let state = |rank| layout.rank_bytes(rank, &Recipe::FP32, Optimizer::Adam8bit, 0).unwrap().optimizer;
+    // Shards of 8192: the rest of the first parameter are 8 blocks.
+    assert_eq!(state(0), 2 * (8192 + 4 * 32));
+    assert_eq!(state(1), 2 * (1808 + 4 * 8) + 8 * 65 + 2 * (4096 + 4 * 16));
+    assert_eq!(layout.clone().aligned(1).unwrap(), layout);
+}
+
 #[test]
 fn buckets_have_whole_parameters() {
     let placed = [100, 1, 50].map(|elements| (elements, LayerPosition::Before));

@@ -35,6 +35,7 @@ fn job(lora: bool) -> Job {
         file_optimizer: 1e8,
         on_cpu: true,
         ranks: None,
+        further_passes: 0,
     }
 }
 
@@ -111,7 +112,15 @@ fn fewer_rows_replace_recomputation_where_they_are_allowed() {
 fn what_is_named_is_kept() {
     let job = job(true);
     let keep = Layers::Only(vec![LayerPlan::KeepAll; 24]);
-    let only = Allowed { layers: Some(keep), offloaded: None, splits: false, rows: None, stages: Vec::new() };
+    let only = Allowed {
+        layers: Some(keep),
+        offloaded: None,
+        splits: false,
+        rows: None,
+        stages: Vec::new(),
+        replicas: Vec::new(),
+        shards_in_files: false,
+    };
     let (least, keep) = range(&job, &allowed());
     let found = search(&job, &only, (least + keep) / 2);
     assert_eq!((found.candidates.len(), found.chosen), (1, None));
@@ -120,7 +129,15 @@ fn what_is_named_is_kept() {
     let ring = OffloadedLayers { most_slots: 3, resident: Some(vec![0, 5]), ..allowed().offloaded.unwrap() };
     for keep in [None, Some(Vec::new()), Some(vec![2, 7])] {
         let offloaded = Some(OffloadedLayers { keep: keep.clone(), ..ring.clone() });
-        let files = Allowed { layers: None, offloaded, splits: false, rows: None, stages: Vec::new() };
+        let files = Allowed {
+            layers: None,
+            offloaded,
+            splits: false,
+            rows: None,
+            stages: Vec::new(),
+            replicas: Vec::new(),
+            shards_in_files: false,
+        };
         let found = search(&job, &files, ENOUGH);
         let Placement::Offloaded { ring, resident, keep: kept, .. } = &found.chosen().unwrap().placement
         else {
@@ -144,6 +161,8 @@ fn offloaded_layers_keep_the_activations_that_fit() {
             splits: false,
             rows: None,
             stages: Vec::new(),
+            replicas: Vec::new(),
+            shards_in_files: false,
         };
         search(&job, &files, bytes)
     };
@@ -332,4 +351,15 @@ fn inputs_of_layers_are_in_host_memory_where_that_is_faster_or_fits() {
         let most = search(None, 1 << 40, room << 30);
         assert!(!is_on_host(most.chosen().unwrap()), "{}", most.chosen().unwrap().name());
     }
+}
+
+/// With adapters a forward takes about half of what a forward and a backward of its input take.
+#[test]
+fn a_reference_takes_a_forward_more_and_no_memory() {
+    let (plain, keep) = (job(true), Placement::Resident(vec![LayerPlan::KeepAll; 24]));
+    let with = Job { further_passes: 1, ..plain.clone() };
+    let [without, with] = [plain, with].map(|job| job.evaluate(keep.clone(), None).unwrap());
+    assert_eq!(with.peak, without.peak);
+    let share = with.seconds / without.seconds;
+    assert!((1.4..=1.55).contains(&share), "{share}");
 }

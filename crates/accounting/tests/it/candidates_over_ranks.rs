@@ -23,7 +23,7 @@ fn job(lora: bool, ranks: u64) -> Job {
     Job {
         accumulation: 4,
         on_cpu: true,
-        ranks: Some(Ranks { stage: ZeroStage::One, ranks, replicas: 1, slots: 2, network }),
+        ranks: Some(Ranks { stage: ZeroStage::One, ranks, replicas: 1, slots: 2, in_files: false, network }),
         ..Job::new(model, lora, choices, batch, rates)
     }
 }
@@ -52,13 +52,13 @@ fn more_is_divided_where_memory_is_short() {
         let found =
             |bytes: u64| job.search(&allowed(), AvailableMemory { device: bytes, host: None }).unwrap();
         let ample = found(1 << 40);
-        assert_ne!(ample.chosen().unwrap().stage, Some(ZeroStage::Three));
+        assert_ne!(ample.chosen().unwrap().ranks.unwrap().stage, ZeroStage::Three);
         assert_eq!(ample.chosen().unwrap().placement, kept[0].placement);
         // The least that is left divides the layers too, and keeps their inputs alone.
         let least = ample.least().unwrap();
-        assert_eq!(least.stage, Some(ZeroStage::Three));
+        assert_eq!(least.ranks.unwrap().stage, ZeroStage::Three);
         let short = found(least.peak.total);
-        assert_eq!(short.chosen().map(|one| one.stage), Some(Some(ZeroStage::Three)));
+        assert_eq!(short.chosen().unwrap().ranks.unwrap().stage, ZeroStage::Three);
         assert!(found(least.peak.total - 1).chosen().is_none());
     }
 }
@@ -111,4 +111,37 @@ fn divided_layers_are_whole_or_run_again() {
     let count = |of: LayerPlan| plan.iter().filter(|kept| **kept == of).count();
     assert_eq!(count(LayerPlan::KeepAll) + count(LayerPlan::RecomputeAll), plan.len());
     assert!(count(LayerPlan::RecomputeAll) > 0 && count(LayerPlan::KeepAll) > 0, "{plan:?}");
+}
+
+/// What is in files takes no memory, and more time: of a slow disk more than any recomputation.
+#[test]
+fn shards_are_in_slow_files_where_nothing_else_fits() {
+    for lora in [false, true] {
+        let job = Job { file_optimizer: 1e7, file_load: 1e8, ..job(lora, 2) };
+        let in_memory = all(&of_stage(&job, ZeroStage::Three), LayerPlan::RecomputeAll);
+        let in_files = Job { ranks: job.ranks.map(|ranks| Ranks { in_files: true, ..ranks }), ..job.clone() };
+        let in_files = all(&of_stage(&in_files, ZeroStage::Three), LayerPlan::RecomputeAll);
+        let layers = job.model.layers * job.model.block_parameters().unwrap();
+        // Half of the layers' weights; and of what is trained the sums, two moments and a copy.
+        let recipe = job.choices.recipe;
+        let weight = recipe.parameters.storage_bits() / 8;
+        let bytes = |number: accounting::dtype::Dtype| number.storage_bits() / 8;
+        let state = 4 + 2 * bytes(recipe.state) + recipe.master.map_or(0, bytes);
+        let trained = job.lora.as_ref().map_or(layers, |lora| lora.parameters(&job.model).unwrap());
+        let owned = (layers * weight + trained * (state + if lora { weight } else { 0 })) / 2;
+        let saved = in_memory.peak.total - in_files.peak.total;
+        let off = saved as f64 / owned as f64 - 1.0;
+        assert!(off.abs() < 0.005, "{saved} and {owned}");
+        assert!(in_files.seconds > in_memory.seconds && in_files.name() == "ZeRO-3 in files, recompute all");
+        let allowed = Allowed { shards_in_files: true, splits: false, ..allowed() };
+        let search = |device: u64| job.search(&allowed, AvailableMemory { device, host: None }).unwrap();
+        assert!(!search(in_memory.peak.total).chosen().unwrap().ranks.unwrap().in_files);
+        let short = search(in_memory.peak.total - 1);
+        let chosen = short.chosen().unwrap();
+        assert!(
+            chosen.ranks.unwrap().in_files && job.at(chosen).ranks.unwrap().in_files,
+            "{}",
+            chosen.name()
+        );
+    }
 }

@@ -7,7 +7,7 @@
 
 use runtime::autograd::GradMode;
 use tch::{Kind, Tensor};
-use training::optimizer::{Adam, Hyperparameters, Rule, Tensors};
+use training::optimizer::{Adam, Extent, Hyperparameters, Rule, Slot, Tensors};
 
 /// Adam whose every intermediate is rounded to fp16.
 #[derive(Debug, Clone, Copy)]
@@ -18,8 +18,8 @@ impl Rule for Fp16Adam {
         "fp16_adam"
     }
 
-    fn slots(&self) -> &'static [&'static str] {
-        self.0.slots()
+    fn slots(&self, parameter: Extent<'_>) -> Vec<Slot> {
+        self.0.slots(parameter)
     }
 
     fn check(&self) -> training::Result<()> {

@@ -229,7 +229,7 @@ fn rows() -> Vec<MaskedRow> {
         let length = 5 + number % 5;
         let tokens: Vec<i64> = (0..length).map(|at| (7 * number + 5 * at * at + 3) % VOCABULARY).collect();
         let labels = (0..).zip(&tokens).map(|(at, id)| if at < 2 { -100 } else { *id }).collect();
-        MaskedRow { tokens, labels }
+        MaskedRow::new(tokens, labels)
     };
     (0..ROWS as i64).map(row).collect()
 }

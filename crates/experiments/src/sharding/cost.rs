@@ -162,6 +162,9 @@ pub(super) fn memory(
     let of_a_pass = sequence_parallel::sent_bytes(&model, work, Dtype::Fp32, choices.sequence_ranks)?;
     let exchanged = model.layers * passes * of_a_pass;
     let mut costs = sizes::training(&model, work, &choices)?;
+    // Each rank reads the tokens and labels of all micro-batches, one for each group of ranks.
+    let of_others = (ranks / sequence_ranks.max(1)).saturating_sub(1) as u64;
+    costs.working.constant_bytes += 2 * 8 * of_others * work.tokens()?;
     let mut overlapping = 0.0;
     let zero = match stage {
         "ZeRO-1" => Some(ZeroStage::One),

@@ -146,7 +146,14 @@ impl Batches for HashedBatches {
         let (inputs, labels) = (tensor(&row[..row.len() - 1])?, tensor(&row[1..])?);
         let count = row.len() - 1;
         let counts = Counts { tokens: count, targets: count, documents: 1, ..Counts::default() };
-        Ok(Some(Batch { tokens: inputs, labels, packing: None, padding: Vec::new(), counts }))
+        Ok(Some(Batch {
+            tokens: inputs,
+            labels,
+            packing: None,
+            padding: Vec::new(),
+            sequences: None,
+            counts,
+        }))
     }
 
     fn state(&self) -> Value {

@@ -14,7 +14,10 @@ fn the_prediction_has_the_constants_of_the_implementation() {
     assert_eq!(predicted::BLOCK, sharding::BLOCK as u64);
     assert_eq!(predicted::ALIGNMENT, sharding::ALIGNMENT as u64);
     assert_eq!(predicted::BUCKET_BYTES, sharding::ShardingConfig::default().bucket_bytes as u64);
-    assert_eq!(predicted::PIECE, runtime::collectives::PIECE as u64);
+    for ranks in [1, 2, 17, 18, 100, 1024] {
+        let piece = runtime::collectives::piece_bytes(ranks, tch::Device::Cpu);
+        assert_eq!(predicted::piece_bytes(ranks as u64), piece as u64);
+    }
 }
 
 /// The tiny model of a smoke run has buckets that one rank owns alone: it shows whether the buckets begin at the same tensors.

@@ -14,6 +14,8 @@ const ALL: &str = "all ranks";
 const GIVEN_UP: &str = "given up";
 /// Between two looks at the store, or two attempts to reach it.
 const PAUSE: Duration = Duration::from_millis(20);
+/// For the value of a key that is set. A lost packet alone costs TCP 200 ms.
+const ANSWER: Duration = Duration::from_secs(30);
 /// One attempt to reach another machine.
 const ATTEMPT: Duration = Duration::from_secs(5);
 /// How much longer than rank 0 the others wait, so that its reason is theirs.
@@ -69,7 +71,7 @@ pub(super) fn meet(store: &Store, until: Instant, timeout: Duration) -> Result<(
     };
     let until = until + GRACE;
     wait_for(store, WORLD, until)?.ok_or_else(late)?;
-    let of_first = String::from_utf8_lossy(&store.get(WORLD, PAUSE)?).into_owned();
+    let of_first = String::from_utf8_lossy(&store.get(WORLD, ANSWER)?).into_owned();
     if of_first != world_size.to_string() {
         let reason = format!(
             "WORLD_SIZE is {of_first} on rank 0 and {world_size} on rank {rank}; start all ranks with the same: as many on each machine"
@@ -100,7 +102,7 @@ fn key(rank: usize) -> String {
 fn wait_for(store: &Store, key: &str, until: Instant) -> Result<Option<()>> {
     while !store.has(key)? {
         if store.has(GIVEN_UP)? {
-            let reason = String::from_utf8_lossy(&store.get(GIVEN_UP, PAUSE)?).into_owned();
+            let reason = String::from_utf8_lossy(&store.get(GIVEN_UP, ANSWER)?).into_owned();
             return Err(Error::invalid("store", reason));
         }
         if Instant::now() >= until {

@@ -112,7 +112,7 @@ pub(super) fn exchange(
                 match store.has(&key(other)) {
                     Ok(false) => index += 1,
                     Ok(true) => {
-                        let report = store.get(&key(other), PAUSE).unwrap_or_default();
+                        let report = store.get(&key(other), PATIENCE).unwrap_or_default();
                         let _ = sender.send((other, String::from_utf8_lossy(&report).into_owned()));
                         missing.remove(index);
                     }

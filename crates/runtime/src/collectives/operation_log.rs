@@ -7,8 +7,6 @@ use std::time::Instant;
 
 /// How many operations are kept.
 const KEPT: usize = 256;
-/// How many of them standard error gets.
-const SHOWN: usize = 8;
 /// The folder that the log of a failure is written to.
 const FOLDER: &str = "FRUGAL_COLLECTIVES_DUMP";
 
@@ -61,13 +59,10 @@ impl OperationLog {
         }
     }
 
-    /// Writes the operations into a file of the folder that `FRUGAL_COLLECTIVES_DUMP` names, or the very last to standard error.
+    /// Writes the operations into a file of the folder that `FRUGAL_COLLECTIVES_DUMP` names, if it is set.
     pub(super) fn dump(&self, group: &str, rank: usize, failure: &str) {
-        let Some(folder) = std::env::var_os(FOLDER).map(PathBuf::from) else {
-            let text = self.text(group, rank, failure, SHOWN);
-            return eprintln!("{text}  {FOLDER}=FOLDER writes the last {KEPT} into a file there");
-        };
-        let text = self.text(group, rank, failure, KEPT);
+        let Some(folder) = std::env::var_os(FOLDER).map(PathBuf::from) else { return };
+        let text = self.text(group, rank, failure);
         let name = format!("collectives-{}-rank-{rank}.txt", group.replace('/', "-"));
         let written =
             std::fs::create_dir_all(&folder).and_then(|()| std::fs::write(folder.join(name), &text));
@@ -76,10 +71,10 @@ impl OperationLog {
         }
     }
 
-    fn text(&self, group: &str, rank: usize, failure: &str, most: usize) -> String {
-        let count = self.entries.len().min(most);
+    fn text(&self, group: &str, rank: usize, failure: &str) -> String {
+        let count = self.entries.len();
         let mut text = format!("{failure}\nthe last {count} operations of rank {rank} in group `{group}`:\n");
-        for (number, entry) in (self.first..).zip(&self.entries).skip(self.entries.len() - count) {
+        for (number, entry) in (self.first..).zip(&self.entries) {
             let seconds = entry.posted.duration_since(self.start).as_secs_f64();
             let Entry { operation, label, bytes, progress, .. } = entry;
             let progress = match progress {
@@ -109,12 +104,7 @@ mod tests {
         log.set(3, Progress::Done);
         log.set(298, Progress::Done);
         log.set(299, Progress::Failed);
-        let text = log.text("world", 1, "why", 1);
-        assert!(
-            text.starts_with("why\nthe last 1 operations of rank 1 in group `world`:\n       299 "),
-            "{text}"
-        );
-        let text = log.text("world", 1, "why", KEPT);
+        let text = log.text("world", 1, "why");
         assert!(
             text.starts_with("why\nthe last 256 operations of rank 1 in group `world`:\n        44 "),
             "{text}"

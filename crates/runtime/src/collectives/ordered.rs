@@ -5,8 +5,8 @@
 //! order of a ring, in the dtype of the tensor.
 //!
 //! Each rank sends part `k` of its tensor to rank `k`, `(N − 1) / N` of the whole, which is what a ring sends. The parts travel in
-//! pieces of 1 MiB (on a GPU 8 MiB, because each round costs a latency); two per rank are received at a time, so the memory beside the
-//! tensors is `2 · (N − 1)` pieces.
+//! pieces ([`piece_bytes`]), two from each rank at a time; the more ranks, the smaller the pieces. So the memory beside the tensors is
+//! at most 32 MiB up to 257 ranks; on a GPU, where each round costs a latency, 128 MiB up to 1025.
 //!
 //! Over Gloo all pieces are sent at once, and wait in the sender's tensor for those that receive them. NCCL has no such queue: there, the
 //! ranks exchange one round after the other, and in each round every rank sends one piece to every other and receives one from each.
@@ -24,12 +24,17 @@ use crate::autograd::GradMode;
 use crate::device::{Stream, record_stream};
 use crate::error::{Error, Result};
 
-/// Bytes of a piece of an ordered reduction; two are received from each rank at a time.
-pub const PIECE: i64 = 1 << 20;
-/// Bytes of a piece on a GPU.
-const DEVICE_PIECE: i64 = 8 << 20;
 /// Pieces of each rank that are received at a time.
 const AHEAD: usize = 2;
+
+/// Returns the bytes of a piece of an ordered reduction over so many ranks; two are received from each other rank at a time.
+pub fn piece_bytes(ranks: usize, device: Device) -> usize {
+    const LEAST: usize = 64 << 10;
+    // Those of a piece at most, and of all that are received at a time.
+    let (most, received) = if device == Device::Cpu { (1 << 20, 32 << 20) } else { (8 << 20, 128 << 20) };
+    let each = received / (AHEAD * ranks.saturating_sub(1).max(1));
+    (each - each % LEAST).clamp(LEAST, most)
+}
 
 /// Returns the dtype that tensors of `kind` are reduced in.
 pub(super) fn accumulation_kind(kind: Kind, op: ReduceOp) -> Result<Kind> {
@@ -76,7 +81,8 @@ pub(super) struct OrderedReduction {
 
 #[derive(Debug)]
 struct Peer {
-    scratch: [Tensor; AHEAD],
+    /// In turns; one where all fits into it.
+    scratch: Vec<Tensor>,
     first_message: u64,
 }
 
@@ -92,15 +98,15 @@ impl OrderedReduction {
     ) -> Result<Self> {
         let own = part(source, division, group.rank())?;
         let kind = accumulation_kind(source.kind(), op)?;
-        let piece = elements_of_a_piece(source);
+        let piece = elements_of_a_piece(group, source);
         let elements = own.numel() as i64;
         let in_place = target.kind() == kind && !overlap(target, &own)?;
-        let scratch = |kind: Kind| Tensor::f_empty([piece.min(elements)], (kind, source.device()));
+        let scratch = |kind: Kind| Ok(Tensor::f_empty([piece.min(elements)], (kind, source.device()))?);
         let pieces = rounds(elements, piece);
         let sent = group.is_over_nccl().then(|| (source.shallow_clone(), division));
         let mut peers: Vec<Option<Peer>> = (0..group.size()).map(|_| None).collect();
         for from in group.others() {
-            let scratch = [scratch(source.kind())?, scratch(source.kind())?];
+            let scratch = (0..AHEAD.min(pieces)).map(|_| scratch(source.kind())).collect::<Result<_>>()?;
             let first_message = group.reserve_receives(from, pieces as u64);
             peers[from] = Some(Peer { scratch, first_message });
         }
@@ -224,7 +230,7 @@ pub(super) fn send_parts(
     if group.is_over_nccl() {
         return Ok(Vec::new());
     }
-    let piece = elements_of_a_piece(source);
+    let piece = elements_of_a_piece(group, source);
     let mut pending = Vec::new();
     for round in 0..rounds(division.len(0), piece) {
         for (to, part) in parts_of_round(division, group.others(), piece, round) {
@@ -265,14 +271,27 @@ pub(super) fn bytes_of_parts(group: &Group, source: &Tensor, division: Division)
     byte_count(source) - own
 }
 
-fn elements_of_a_piece(source: &Tensor) -> i64 {
-    let bytes = if source.device() == Device::Cpu { PIECE } else { DEVICE_PIECE };
-    bytes / i64::try_from(source.kind().elt_size_in_bytes()).unwrap_or(1)
+fn elements_of_a_piece(group: &Group, source: &Tensor) -> i64 {
+    let bytes = piece_bytes(group.size(), source.device());
+    (bytes / source.kind().elt_size_in_bytes().max(1)) as i64
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_received_at_a_time_is_bounded() {
+        for (device, ranks, most) in [(Device::Cpu, 257, 32 << 20), (Device::Cuda(0), 1025, 128 << 20)] {
+            let received = |ranks: usize| AHEAD * (ranks - 1) * piece_bytes(ranks, device);
+            assert!((2..=ranks).all(|ranks| received(ranks) <= most));
+            assert_eq!(received(ranks), most);
+        }
+        assert_eq!(
+            [2, 17, 18, 1024].map(|ranks| piece_bytes(ranks, Device::Cpu) >> 10),
+            [1024, 1024, 960, 64]
+        );
+    }
 
     /// Transfers of a rank in a round: (peer, elements).
     fn exchanged(

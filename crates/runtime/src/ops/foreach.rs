@@ -31,6 +31,8 @@ in_place! {
     add_scalar_(scalar: f64 => scalar.into()) = "add_", "Scalar";
     /// `tensors[i] -= others[i]`
     sub_(others: &[impl Borrow<Tensor>] => list(others)) = "sub_", "List";
+    /// `tensors[i] *= others[i]`
+    mul_(others: &[impl Borrow<Tensor>] => list(others)) = "mul_", "List";
     /// `tensors[i] *= scalar`
     mul_scalar_(scalar: f64 => scalar.into()) = "mul_", "Scalar";
     /// `tensors[i] *= factor`, a tensor of one element: no synchronisation with the device.

@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use runtime::collectives::Group as Ranks;
+use runtime::file_memory;
 use tch::{Kind, Tensor};
 use training::optimizer::{Group, WeightVersion, follow_weight};
 
@@ -82,7 +83,10 @@ pub(super) fn parts(
             let weights = bucket.own_weights(&owned, ranks.rank())?.f_detach()?;
             let half = matches!(bucket.kind, Kind::Half | Kind::BFloat16);
             let (stepped, rounded) = if half && master_weights {
-                (weights.f_to_kind(Kind::Float)?, Some(weights))
+                let mut copy = file_memory::zeros_beside(&weights, &weights.size(), Kind::Float)?;
+                copy.f_copy_(&weights)?;
+                file_memory::release(&copy)?;
+                (copy, Some(weights))
             } else {
                 (weights, None)
             };

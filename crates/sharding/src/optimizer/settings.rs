@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use runtime::precision::identity;
 use tch::{Kind, Tensor};
-use training::optimizer::Group;
+use training::optimizer::{Group, Rule};
 
 use crate::mesh::{Mesh, Reduction};
 use crate::shards::Shards;
@@ -84,6 +84,22 @@ impl ShardingConfig {
             )),
             _ => Ok(()),
         }
+    }
+}
+
+/// Returns the elements at whose multiples parameters of this rule may be divided; refuses a rule whose parameters may not be divided so.
+pub(super) fn granularity(rule: &dyn Rule, stage: Stage) -> Result<i64> {
+    match (rule.granularity(), stage) {
+        (None, _) => Err(refused(format!(
+            "the update of the rule {} depends on whole tensors, which are divided among ranks; take AdamW, AdamW8bit or Lion, or train in one \
+             process",
+            rule.name()
+        ))),
+        (Some(elements), Stage::Three) if elements > 1 => Err(refused(format!(
+            "the state of the rule {} is in blocks of {elements} elements, and Stage::Three divides layers within blocks; take Stage::Two",
+            rule.name()
+        ))),
+        (Some(elements), _) => Ok(elements),
     }
 }
 

@@ -1,10 +1,13 @@
 //! The state in checkpoints: whole tensors, as a training without ranks has them.
 
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 
+use runtime::collectives::Division;
 use tch::{Kind, Tensor};
 use training::Optimizer;
 use training::checkpoint::LazyTensor;
+use training::optimizer::{Extent, Slot};
 
 use super::ShardedOptimizer;
 use super::part::Part;
@@ -16,7 +19,25 @@ use crate::{Result, refused};
 const MASTER: &str = "master";
 const STEP: &str = "step";
 
+/// Returns the elements of a slot for those of its parameter, which begin at a block.
+fn values_of(slot: &Slot, elements: &Range<i64>) -> Range<i64> {
+    let each = slot.elements_per_value;
+    elements.start / each..(elements.end + each - 1) / each
+}
+
+/// Returns how ranks divide the values of a slot whose parameters they divide so.
+fn division_of(slot: &Slot, division: Division) -> Division {
+    let Division { elements, per_rank } = division;
+    let each = slot.elements_per_value;
+    Division { elements: (elements + each - 1) / each, per_rank: per_rank / each }
+}
+
 impl ShardedOptimizer {
+    /// Returns the state tensors of a whole parameter.
+    fn slots(&self, shape: &[i64]) -> Vec<Slot> {
+        self.rule().slots(Extent::of(shape))
+    }
+
     /// Returns the tensors of the whole state, which are gathered on rank 0 as they are written.
     pub(super) fn divided_state(&self) -> Result<Vec<LazyTensor<'_>>> {
         let part_state: HashMap<String, Tensor> = self.inner.state().into_iter().collect();
@@ -24,16 +45,17 @@ impl ShardedOptimizer {
         let mut named: Vec<Vec<LazyTensor<'_>>> = self.names.iter().map(|_| Vec::new()).collect();
         for bucket in &self.round.lock().buckets {
             let half = matches!(bucket.kind, Kind::Half | Kind::BFloat16);
-            let master = (half && self.options.master_weights).then_some(MASTER);
             let kind = if bucket.kind == Kind::Double { Kind::Double } else { Kind::Float };
             for member in bucket.members.iter().filter(|member| self.steps[member.parameter] > 0) {
+                let has_master = half && self.options.master_weights;
+                let master = has_master.then(|| Slot::of(MASTER, member.tensor.size()));
                 let (name, part) = (&self.names[member.parameter], parts.get(&member.parameter));
                 let step = Tensor::from(self.steps[member.parameter].cast_signed());
                 let named = &mut named[member.parameter];
                 named.push(LazyTensor::from_tensor(format!("{name}.{STEP}"), &step));
-                for slot in self.rule().slots().iter().copied().chain(master) {
-                    let name = format!("{name}.{slot}");
-                    let values = match (part, slot) {
+                for slot in self.slots(&member.tensor.size()).into_iter().chain(master) {
+                    let name = format!("{name}.{}", slot.name);
+                    let values = match (part, slot.name) {
                         (None, _) => None,
                         (Some(part), MASTER) => Some(part.stepped.f_detach()?),
                         (Some(_), _) => match part_state.get(&name) {
@@ -44,12 +66,12 @@ impl ShardedOptimizer {
                     let divided = Divided {
                         mesh: self.mesh.clone(),
                         label: name.clone(),
-                        kind,
-                        division: bucket.division,
-                        range: member.range.clone(),
+                        kind: slot.kind_or(kind),
+                        division: division_of(&slot, bucket.division),
+                        range: values_of(&slot, &member.range),
                         own: values.map(|values| values.f_view([-1])).transpose()?,
                     };
-                    named.push(divided.into_lazy(name, &member.tensor.size()));
+                    named.push(divided.into_lazy(name, &slot.shape));
                 }
             }
         }
@@ -73,7 +95,6 @@ impl ShardedOptimizer {
             tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
         let mut steps = vec![0; self.names.len()];
         let (mut part_state, mut masters) = (Vec::new(), Vec::new());
-        let slots = self.rule().slots();
         // Collect the slices of this rank, and check every tensor, before anything is changed.
         for bucket in &self.round.lock().buckets {
             for member in &bucket.members {
@@ -85,10 +106,11 @@ impl ShardedOptimizer {
                 if part.is_some() {
                     part_state.push((format!("{name}.{STEP}"), step.shallow_clone()));
                 }
-                for slot in slots.iter().copied().chain([MASTER]) {
-                    let key = format!("{name}.{slot}");
+                let master = Slot::of(MASTER, member.tensor.size());
+                for slot in self.slots(&member.tensor.size()).into_iter().chain([master]) {
+                    let key = format!("{name}.{}", slot.name);
                     let Some(tensor) = given.remove(key.as_str()) else {
-                        if slot == MASTER {
+                        if slot.name == MASTER {
                             continue;
                         }
                         return Err(refused(format!(
@@ -96,19 +118,21 @@ impl ShardedOptimizer {
                         )));
                     };
                     let kind = if bucket.kind == Kind::Double { Kind::Double } else { Kind::Float };
-                    if tensor.size() != member.tensor.size() || tensor.kind() != kind {
+                    let kind = slot.kind_or(kind);
+                    if tensor.size() != slot.shape || tensor.kind() != kind {
                         return Err(refused(format!(
                             "the state's `{key}` is {:?} {:?}; expected {kind:?} {:?}",
                             tensor.kind(),
                             tensor.size(),
-                            member.tensor.size()
+                            slot.shape
                         )));
                     }
                     let Some(index) = part else { continue };
                     let owned = bucket.owned(member, self.mesh.shard.rank());
                     let range = owned.start - member.range.start..owned.end - member.range.start;
+                    let range = values_of(&slot, &range);
                     let slice = narrow(&tensor.f_reshape([-1])?, &range)?;
-                    if slot == MASTER {
+                    if slot.name == MASTER {
                         masters.push((index, slice));
                     } else {
                         part_state.push((key, slice.f_contiguous()?));

@@ -1,7 +1,7 @@
 //! No bit of a training depends on the number of ranks, nor on whether they are connected as CPUs are or as GPUs.
 
 use crate::run;
-use crate::training_case::{Case, Dtype};
+use crate::training_case::{Case, Dtype, RuleName};
 use crate::trainings::Place;
 
 /// Trains each case with 1 to 4 ranks in both stages. Losses and norms on every rank, weights on every rank and the state on rank 0
@@ -74,6 +74,29 @@ fn other_micro_batches_dropout_dtypes_and_layers_change_no_bit() {
         Case { recompute: true, bucket_bytes: usize::MAX, ..case.clone() },
         Case { recompute: true, dropout: true, bucket_bytes: 1, clip: false, ..case },
     ]);
+}
+
+/// An 8-bit state is divided between its blocks, wherever shards end. Matrices of 128 columns have 8 bits, biases and norms 32.
+#[test]
+fn other_rules_have_the_bits_of_one_process_without_ranks() {
+    for rule in [RuleName::Lion, RuleName::AdamW8bit] {
+        let case = Case { rule, vocabulary: 61, ..Case::default() };
+        let rounded = Case {
+            dtype: Dtype::Bf16,
+            stochastic_rounding: Some(3),
+            // Without ranks, gradients of several micro-batches are added in bf16.
+            micro_batches: 1,
+            ..case.clone()
+        };
+        let master = Case { dtype: Dtype::Bf16, master_weights: true, clip: true, ..case.clone() };
+        let several = [(1, 2, 1), (1, 3, 1), (2, 4, 1), (2, 4, 2)];
+        let sharded = check_over(&[case.clone(), rounded.clone(), master], &several);
+        let alone = run(&[(Case { stage: 0, ..case }, 1), (Case { stage: 0, ..rounded }, 1)]);
+        assert_eq!(alone[0][0], sharded[0], "{rule:?}");
+        assert_eq!(alone[1][0], sharded[1], "{rule:?}");
+        let is_divided = |line: &String| line.contains("exp_avg_sq_scale [");
+        assert_eq!(sharded[0].iter().any(is_divided), rule == RuleName::AdamW8bit);
+    }
 }
 
 #[test]

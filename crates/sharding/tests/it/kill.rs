@@ -4,7 +4,7 @@ use testing::ranks::Ranks;
 
 use crate::faulty::{Fault, Operation};
 use crate::run;
-use crate::training_case::Case;
+use crate::training_case::{Case, RuleName};
 use crate::trainings::{Place, end, files};
 
 #[test]
@@ -21,6 +21,18 @@ fn a_killed_training_resumes_with_other_numbers_of_ranks_to_the_same_bits() {
     let over_devices = Case { place: Place::StandIn, steps: 6, ..saved.clone() };
     let printed = run(&[(over_devices, 2), (saved, 3), (case, 1)]);
     assert_eq!(end(&printed[1][0], 8), end(&printed[2][0], 8));
+}
+
+/// An 8-bit state is written whole, by any number of ranks, and read by any.
+#[test]
+fn a_killed_training_with_8_bit_state_resumes_to_the_same_bits() {
+    let folder = tempfile::tempdir().unwrap();
+    let case = Case { steps: 6, rule: RuleName::AdamW8bit, vocabulary: 61, stage: 2, ..Case::default() };
+    let saved = Case { folder: Some(folder.path().to_owned()), ..case.clone() };
+    let killed = Case { fault: Some((Fault::Killed, 3, Operation::Reduce)), ..saved.clone() };
+    Ranks { lost: &[0, 1, 2, 3], ..Ranks::new("a_rank", 4) }.run(&[(killed, 4)]);
+    let printed = run(&[(Case { steps: 5, ..saved.clone() }, 3), (Case { stage: 0, ..saved }, 1), (case, 1)]);
+    assert_eq!(end(&printed[1][0], 6), end(&printed[2][0], 6));
 }
 
 #[test]

@@ -13,7 +13,8 @@ use tch::{Device, Kind, Tensor};
 use training::batches::Synthetic;
 use training::clip::NonFinite;
 use training::optimizer::{
-    AdamW, DeviceOptimizer, Group, Optimizer, Sgd, StepDecision, StepSettings, ZeroGrad,
+    Adafactor, AdamW, DeviceOptimizer, Group, Muon, Optimizer, Rule, Sgd, StepDecision, StepSettings,
+    ZeroGrad,
 };
 use training::probe::StepProbe;
 use training::scaler::NoScaler;
@@ -52,6 +53,23 @@ fn step(
     optimizer.zero_grad(ZeroGrad::ToNone)?;
     let StepDecision::Host { skip, .. } = decision else { panic!("{decision:?}") };
     Ok(skip)
+}
+
+#[test]
+fn rules_that_update_whole_tensors_are_refused() {
+    let rules: [Box<dyn Rule>; 2] = [Box::new(Muon::default()), Box::new(Adafactor::default())];
+    for rule in rules {
+        let name = rule.name();
+        let w = Tensor::ones([4, 4], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        let groups = vec![Group::new(vec![named("w", &w)], 0.1)];
+        let ranks = Ranks::alone();
+        let error = ShardedOptimizer::boxed(rule, groups, &ranks, ShardingConfig::default()).unwrap_err();
+        let expected = format!(
+            "sharding: the update of the rule {name} depends on whole tensors, which are divided among ranks; take AdamW, AdamW8bit or Lion, \
+             or train in one process"
+        );
+        assert_eq!(error.to_string(), expected);
+    }
 }
 
 fn values(tensor: &Tensor) -> Vec<f64> {

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 use sharding::{Reduction, ShardedOptimizer, ShardingConfig, Stage};
 use tch::Kind;
 use training::activations::{Activations, LayerPlan};
-use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer};
+use training::optimizer::{AdamW, AdamW8bit, DeviceOptimizer, Group, Lion, Optimizer, Rule};
 use training::{Trainer, trainer};
 
 use crate::faults::delay_backward;
@@ -26,6 +26,24 @@ pub(crate) enum Dtype {
     Fp64,
 }
 
+/// The rule of the optimizer.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub(crate) enum RuleName {
+    AdamW,
+    AdamW8bit,
+    Lion,
+}
+
+impl RuleName {
+    fn rule(self) -> Box<dyn Rule> {
+        match self {
+            Self::AdamW => Box::new(AdamW::default()),
+            Self::AdamW8bit => Box::new(AdamW8bit::default()),
+            Self::Lion => Box::new(Lion::default()),
+        }
+    }
+}
+
 /// A training.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Case {
@@ -37,6 +55,7 @@ pub(crate) struct Case {
     /// Whether the backend's own collectives reduce.
     pub(crate) native: bool,
     pub(crate) dtype: Dtype,
+    pub(crate) rule: RuleName,
     pub(crate) master_weights: bool,
     /// The seed of stochastic rounding.
     pub(crate) stochastic_rounding: Option<u64>,
@@ -69,6 +88,7 @@ impl Default for Case {
             place: Place::Host,
             native: false,
             dtype: Dtype::Fp32,
+            rule: RuleName::AdamW,
             master_weights: false,
             stochastic_rounding: None,
             micro_batches: 4,
@@ -130,7 +150,7 @@ impl Case {
         let groups = Group::by_dimension(parameters, 3e-3, 0.1);
         let stage = match self.stage {
             0 => {
-                let optimizer = DeviceOptimizer::new(AdamW::default(), groups).unwrap();
+                let optimizer = DeviceOptimizer::boxed(self.rule.rule(), groups).unwrap();
                 return Box::new(match self.stochastic_rounding {
                     Some(seed) => optimizer.with_stochastic_rounding(seed),
                     None => optimizer,
@@ -150,7 +170,7 @@ impl Case {
             shards: None,
         };
         let mesh = trainings::mesh(ranks, self.replicas, self.place).unwrap();
-        Box::new(ShardedOptimizer::new(AdamW::default(), groups, mesh, options).unwrap())
+        Box::new(ShardedOptimizer::boxed(self.rule.rule(), groups, mesh, options).unwrap())
     }
 
     /// Trains, and prints losses, norms, weights and state as lines that begin with the training's number.

@@ -34,13 +34,19 @@ const UPDATE_CASTS: u64 = 64 << 20;
 /// # Errors
 /// Counts beyond 64 bits.
 pub fn update_bytes(model: &Decoder, recipe: &Recipe, on_cpu: bool) -> Result<u64, Error> {
-    let wide = |dtype: Dtype| dtype.storage_bits() >= recipe.state.storage_bits();
-    let copies = u64::from(on_cpu && !wide(recipe.gradients))
-        + u64::from(recipe.master.is_none() && !wide(recipe.parameters));
     let elements =
         model.tensor_groups()?.iter().map(|(_, tensor)| tensor.elements()).collect::<Result<Vec<_>, _>>()?;
     let largest = elements.into_iter().max().unwrap_or(0);
-    let one = product("bytes of the optimizer's step", &[copies, recipe.state.bytes(largest)?])?;
-    let all = product("bytes of the optimizer's step", &[copies, recipe.state.bytes(model.parameters()?)?])?;
-    Ok(all.min(sum("bytes of the optimizer's step", [one, UPDATE_CASTS])?))
+    update_copies(recipe, on_cpu, (largest, model.parameters()?))
+}
+
+/// [`update_bytes`] of tensors with so many elements: the largest of them, and all.
+pub(crate) fn update_copies(recipe: &Recipe, on_cpu: bool, (largest, all): (u64, u64)) -> Result<u64, Error> {
+    const WHAT: &str = "bytes of the optimizer's step";
+    let wide = |dtype: Dtype| dtype.storage_bits() >= recipe.state.storage_bits();
+    let copies = u64::from(on_cpu && !wide(recipe.gradients))
+        + u64::from(recipe.master.is_none() && !wide(recipe.parameters));
+    let one = product(WHAT, &[copies, recipe.state.bytes(largest)?])?;
+    let all = product(WHAT, &[copies, recipe.state.bytes(all)?])?;
+    Ok(all.min(sum(WHAT, [one, UPDATE_CASTS])?))
 }

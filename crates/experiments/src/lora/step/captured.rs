@@ -60,7 +60,10 @@ impl Captured {
         let targets = usize::try_from(self.labelled)?;
         let counts = Counts { targets, tokens: self.tokens.numel(), ..Counts::default() };
         let (tokens, labels) = (self.tokens.shallow_clone(), self.labels.shallow_clone());
-        self.stepped.step(Batch { tokens, labels, packing: None, padding: Vec::new(), counts }, Value::Null)
+        self.stepped.step(
+            Batch { tokens, labels, packing: None, padding: Vec::new(), sequences: None, counts },
+            Value::Null,
+        )
     }
 
     /// Figures of one round.

@@ -1,7 +1,11 @@
 //! torchrun's variables, and what is said where they are not right.
 
+use std::net::TcpListener;
+use std::thread;
+use std::time::Duration;
+
 use expect_test::{Expect, expect};
-use runtime::collectives::{Launch, Machines};
+use runtime::collectives::{Launch, Machines, Store};
 
 const ALL: [(&str, &str); 9] = [
     ("RANK", "3"),
@@ -128,4 +132,38 @@ fn a_launcher_on_each_machine_of_a_step_knows_its_own() {
     let (count, rank, master, run_id) = (3, 2, ("node07".to_owned(), 24_567), "1234567.0".to_owned());
     assert_eq!(read(&[("SLURM_STEP_NUM_TASKS", "3")]), Some(Machines { count, rank, master, run_id }));
     assert_eq!(read(&[("SLURM_STEP_NUM_TASKS", "1"), ("SLURM_STEP_NUM_NODES", "1")]), None);
+}
+
+/// Rank `rank` of two of a run at a port of this machine.
+fn at(port: u16, rank: usize) -> Launch {
+    let (port, rank) = (port.to_string(), rank.to_string());
+    let variables = [
+        ("RANK", &*rank),
+        ("WORLD_SIZE", "2"),
+        ("LOCAL_RANK", &*rank),
+        ("LOCAL_WORLD_SIZE", "2"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("MASTER_PORT", &*port),
+    ];
+    let of =
+        |name: &str| variables.iter().find(|(known, _)| *known == name).map(|(_, value)| (*value).to_owned());
+    Launch::read(of).unwrap().unwrap()
+}
+
+#[test]
+fn a_rank_of_another_run_on_the_same_port_is_told_so() {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let timeout = Duration::from_secs(20);
+    let first = thread::spawn(move || Store::connect(&at(port, 0), timeout));
+    let second = Store::connect(&at(port, 1), timeout).unwrap();
+    let first = first.join().unwrap().unwrap();
+    // Its rank 0 would find the port taken.
+    let error = Store::connect(&at(port, 1), timeout).unwrap_err().to_string();
+    assert_eq!(
+        error.replace(&port.to_string(), "PORT"),
+        "store: rank 1 of 2: another run has 127.0.0.1:PORT; give this one another port on all machines"
+    );
+    let error = Store::connect(&at(port, 0), timeout).unwrap_err().to_string();
+    assert!(error.contains(&port.to_string()), "{error}");
+    drop((second, first));
 }
