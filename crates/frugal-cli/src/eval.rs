@@ -11,7 +11,7 @@ use anyhow::bail;
 use clap::{ArgGroup, Args, ValueEnum};
 use frugal::config::{DataConfig, DataFormat};
 use frugal::dataloading::chat::Mask;
-use frugal::dataloading::records::Splits;
+use frugal::dataloading::records::{RecordFormat, Splits};
 use frugal::rows;
 use serde::Serialize;
 
@@ -187,6 +187,17 @@ pub(crate) fn run(common: &Common, arguments: &Eval) -> anyhow::Result<()> {
         bail!("--out has the answers to --questions or to GSM8K; the loss on data has none");
     }
     let splits = splits?;
+    if let rows::Found::Records(records) = &detected
+        && records
+            .formats
+            .iter()
+            .any(|(format, _)| matches!(format, RecordFormat::Preference | RecordFormat::Rated))
+    {
+        bail!(
+            "the data are {records}, and a mean loss over good and bad ones says nothing; a training with --objective measures them with \
+             --validation, or write the good ones as `messages` or `completion`"
+        );
+    }
     common.note(&found_text(&detected, &splits, &data));
     let is_folder = Path::new(&data.source).is_dir();
     let files = match arguments.split {

@@ -5,6 +5,8 @@ mod exports;
 mod learned_end;
 mod new_tokens;
 mod origin;
+mod reference;
+mod rewards;
 mod samples;
 mod targets;
 mod weights;
@@ -14,7 +16,8 @@ use std::rc::Rc;
 
 use anyhow::bail;
 use clap::Args;
-use frugal::config::{Config, Given, Task};
+use frugal::companion_files::CompanionFiles;
+use frugal::config::{Config, Given, ObjectiveKind, Task};
 use frugal::models::hugging_face::Folder;
 use frugal::models::module::ParameterCount;
 use frugal::planning::{self, DataShape, WeightFormat};
@@ -39,6 +42,7 @@ use crate::run::diagnosis::DiagnosisArgs;
 use crate::run::job::{self, Feed, Job, RunOptions, Start};
 use crate::run::plan::PlannedTraining;
 use data::{Data, with_date};
+use reference::with_reference;
 use targets::with_own_targets;
 use weights::Weights;
 
@@ -151,7 +155,15 @@ fn refuse_own_folder(model: &Path, out: &Path) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn tune(mut job: Job<'_>) -> anyhow::Result<()> {
+fn tune(job: Job<'_>) -> anyhow::Result<()> {
+    match job.config().objective.kind {
+        ObjectiveKind::Grpo => rewards::tune(job),
+        _ => tune_on_rows(job),
+    }
+}
+
+/// Fine-tunes on rows that the data have.
+fn tune_on_rows(mut job: Job<'_>) -> anyhow::Result<()> {
     let (common, out, device) = (job.common, job.out(), job.device);
 
     // The model's folder, and the files that its rows are made with.
@@ -204,11 +216,7 @@ fn tune(mut job: Job<'_>) -> anyhow::Result<()> {
     let record = |about: &mut About| {
         about.train = SplitRecord::of(&data.train_files, data.train.len())?;
         about.validation = SplitRecord::of(&data.validation_files, data.validation.len())?;
-        about.chat_template = companions.write_template(out)?;
-        if has_adapter {
-            companions.write(out)?;
-        }
-        Ok(())
+        write_companions(about, &companions, out, has_adapter)
     };
     let opened = planned.open(record, |recipe| {
         Ok(match new_rows {
@@ -225,6 +233,7 @@ fn tune(mut job: Job<'_>) -> anyhow::Result<()> {
         }
         (validation, _) => validation,
     };
+    let (train, validation) = with_reference(&ready, out, (train, validation))?;
     let (common, adapters) = (ready.run.common.clone(), ready.handles.adapters.take());
     let writer = Weights { common: common.clone(), adapters, base: folder.clone(), companions };
     common.note(&trained_text(ready.parameters(), &train, steps));
@@ -259,6 +268,20 @@ fn tune(mut job: Job<'_>) -> anyhow::Result<()> {
         _ => Vec::new(),
     };
     finished.print(&samples, data.is_chat);
+    Ok(())
+}
+
+/// Writes the chat template into the output folder, and beside an adapter the tokenizer's files.
+fn write_companions(
+    about: &mut About,
+    companions: &CompanionFiles,
+    out: &Path,
+    has_adapter: bool,
+) -> anyhow::Result<()> {
+    about.chat_template = companions.write_template(out)?;
+    if has_adapter {
+        companions.write(out)?;
+    }
     Ok(())
 }
 
@@ -316,6 +339,7 @@ fn batches(
             (Some(_), None) => None,
             (_, epochs) => Some(epochs.unwrap_or(1)),
         },
+        grouping: config.objective.grouping()?,
     };
     let train = MaskedBatches::over(&data.train, layout, job.device)?;
     let validation = (!data.validation.is_empty())

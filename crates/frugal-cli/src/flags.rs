@@ -209,7 +209,7 @@ impl<const COMMAND: u8> Flags<COMMAND> {
     /// Flags of offloaded layers where none is, or of ranks where there are none.
     pub(crate) fn give(&self, given: &mut Given, task: Task) -> anyhow::Result<()> {
         for name in ["--zero-stage", "--replicas", "--sequence-parallel-size"] {
-            if self.has(&[name]) && Launch::from_environment()?.is_none() {
+            if self.has(&[name]) && COMMAND & PLAN == 0 && Launch::from_environment()?.is_none() {
                 bail!(
                     "{name} applies to training over several ranks only; start it with `frugal launch -n RANKS -- frugal …`"
                 );

@@ -17,7 +17,7 @@ use signal_hook::iterator::Signals;
 
 use crate::common_flags::Common;
 use crate::run::plan::NOTHING_FITS;
-use crate::run::ranks::{Interrupted, TIMEOUT};
+use crate::run::ranks::{INTERRUPTED, Interrupted, TIMEOUT};
 use screen::Screen;
 
 #[derive(Args)]
@@ -134,13 +134,14 @@ pub(crate) fn run(common: &Common, arguments: &Launch) -> anyhow::Result<()> {
             Progress::Failed { rank, status } => {
                 (format!("rank {rank} of {ranks_of_all} {}", ending(status)), status.code())
             }
-            // The ranks of a machine that was interrupted end as all do; rank 0 says at which step.
             Progress::Running | Progress::Done if machines_of_run > 1 && interrupts > 0 => {
-                return Err(Interrupted("interrupted; rank 0 says at which step".to_owned()).into());
+                return Err(Interrupted("interrupted".to_owned()).into());
             }
             Progress::Running | Progress::Done => return Ok(()),
         };
         match interrupts {
+            // On another machine, or this rank alone.
+            0 if code == Some(INTERRUPTED.into()) => return Err(Interrupted(failure).into()),
             0 if restart_count == arguments.restarts => {
                 let status = if code == Some(NOTHING_FITS.into()) { NOTHING_FITS } else { 1 };
                 return Err(Failure { status, message: failure }.into());

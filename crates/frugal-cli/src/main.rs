@@ -16,6 +16,7 @@ mod launch;
 mod merge;
 mod output;
 mod plan;
+mod questions;
 mod resume;
 mod run;
 mod runs;

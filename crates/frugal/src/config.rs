@@ -43,8 +43,10 @@ mod master_weights;
 mod method;
 mod nearest;
 mod new_tokens;
+mod objective;
 mod optimizer;
 pub mod origins;
+mod rollout;
 mod set;
 mod techniques;
 mod training;
@@ -69,7 +71,9 @@ pub use master_weights::MasterWeights;
 pub use method::Method;
 pub use nearest::nearest_name;
 pub use new_tokens::{DescribedToken, NewToken, NewTokenInit};
+pub use objective::{ObjectiveConfig, ObjectiveKind, ReferenceKind};
 pub use optimizer::{FrozenPlace, OptimizerConfig, OptimizerPlace, OptimizerRule, ReductionOrder};
+pub use rollout::{RewardSource, RolloutConfig};
 pub use techniques::{
     ActivationPlan, ActivationsConfig, Compute, ExpertsConfig, LossConfig, LossHeadKind, MlpConfig,
     OffloadConfig, OffloadMethod, OffloadTier, PrecisionConfig, Recomputed, ScalerConfig,
@@ -94,6 +98,10 @@ pub struct Config {
     pub model: ModelConfig,
     /// The training data.
     pub data: DataConfig,
+    /// What is learned of them.
+    pub objective: ObjectiveConfig,
+    /// Answers that are sampled and graded, where rewards are learned.
+    pub rollout: RolloutConfig,
     /// Low-rank adapters, under PEFT's names; absent for full fine-tuning, which a file says by `method = "full"`.
     pub adapter: Option<LoraConfig>,
     /// Activations that the MLPs keep for backward.

@@ -23,6 +23,27 @@ pub fn of_step(record: &StepRecord) -> Value {
     if let Some(aux) = record.router_aux_loss {
         step["router_aux_loss"] = json!(aux);
     }
+    if let Some([chosen, rejected]) = record.rewards {
+        (step["chosen_reward"], step["rejected_reward"]) = (json!(chosen), json!(rejected));
+        step["accuracy"] = json!(record.accuracy);
+    }
+    if let Some(policy) = record.policy {
+        let rollout = policy.rollout;
+        for (key, value) in [
+            ("reward", rollout.reward),
+            ("reward_deviation", rollout.reward_deviation),
+            ("equal_groups", rollout.equal_groups),
+            ("answer_tokens", rollout.length),
+            ("cut_answers", rollout.cut),
+            ("divergence", policy.divergence),
+            ("clipped", policy.clipped),
+        ] {
+            step[key] = json!(value);
+        }
+    }
+    if let Some(point) = record.reference_point {
+        step["reference_point"] = json!(point);
+    }
     if record.skipped {
         step["skipped"] = json!(true);
     }
@@ -32,7 +53,12 @@ pub fn of_step(record: &StepRecord) -> Value {
 /// Returns an evaluation as a JSON object.
 pub fn of_evaluation(evaluation: &Evaluation) -> Value {
     let &Evaluation { step, loss, accuracy, seconds, .. } = evaluation;
-    json!({ "step": step, "validation_loss": loss, "validation_accuracy": accuracy, "seconds": seconds })
+    let mut line =
+        json!({ "step": step, "validation_loss": loss, "validation_accuracy": accuracy, "seconds": seconds });
+    if let Some(reward) = evaluation.reward {
+        line["validation_reward"] = json!(reward);
+    }
+    line
 }
 
 /// Steps and evaluations in a file, a line of JSON each. A resume removes what came after its checkpoint.
@@ -112,6 +138,8 @@ pub struct Losses {
     pub first: Option<f64>,
     /// Of the last step.
     pub last: Option<f64>,
+    /// The mean rewards of the first and of the last step, where rewards are learned. Losses of evaluations are rewards times −1 then.
+    pub rewards: Option<[f64; 2]>,
     /// Of the last evaluation.
     pub validation: Option<f64>,
     /// Of the evaluation before the first step.
@@ -142,6 +170,7 @@ impl Losses {
             let step = value["step"].as_u64().unwrap_or_default();
             if let Some(loss) = value["loss"].as_f64() {
                 losses.add(step, loss, value["seconds"].as_f64().unwrap_or_default());
+                losses.add_reward(value["reward"].as_f64());
             }
             if let Some(loss) = value["validation_loss"].as_f64() {
                 losses.add_evaluation(step, loss);
@@ -155,6 +184,11 @@ impl Losses {
         self.last = Some(loss);
         self.step = step;
         self.seconds += seconds;
+    }
+
+    fn add_reward(&mut self, reward: Option<f64>) {
+        let Some(reward) = reward else { return };
+        self.rewards.get_or_insert([reward; 2])[1] = reward;
     }
 
     fn add_evaluation(&mut self, step: u64, loss: f64) {
@@ -182,6 +216,7 @@ impl Observer for LossSummary {
     fn on_step(&mut self, record: &StepRecord) -> training::Result<()> {
         let mut losses = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         losses.add(record.step, record.loss, record.timings.total);
+        losses.add_reward(record.policy.map(|policy| policy.rollout.reward));
         Ok(())
     }
 

@@ -69,7 +69,8 @@ pub use new_rows::{NewRow, NewRows};
 pub use prepared::{ActivationChoice, Handles, Prepared};
 
 use crate::config::{
-    ActivationPlan, Compute, Config, FrozenPlace, LossConfig, LossHeadKind, ScalerConfig, ZeroStage,
+    ActivationPlan, Compute, Config, FrozenPlace, LossConfig, LossHeadKind, OffloadTier, ScalerConfig,
+    ZeroStage,
 };
 use crate::error::{Error, Result};
 
@@ -335,11 +336,17 @@ impl Recipe {
         self.ranks.is_some() && self.config.optimizer.zero_stage == ZeroStage::Three
     }
 
-    /// Shards without a layer, if ranks divide the layers.
+    /// Shards without a layer, if ranks divide the layers: in files with the tier `file`.
     fn shards(&self) -> Result<Option<Shards>> {
-        let ranks = self.ranks.as_ref().filter(|_| self.divides_layers());
-        let frozen = self.config.optimizer.frozen_weights.into();
-        Ok(ranks.map(|ranks| Shards::new(ranks.clone(), frozen)).transpose()?)
+        let Some(ranks) = self.ranks.as_ref().filter(|_| self.divides_layers()) else { return Ok(None) };
+        let (frozen, ranks) = (self.config.optimizer.frozen_weights.into(), ranks.clone());
+        Ok(Some(match self.config.offload.as_ref().filter(|offload| offload.tier == OffloadTier::File) {
+            Some(offload) => {
+                let folder = offload.folder.clone().unwrap_or_else(std::env::temp_dir);
+                Shards::in_files(ranks, frozen, &folder)?
+            }
+            None => Shards::new(ranks, frozen)?,
+        }))
     }
 
     /// Method of loading layers that ranks divide.

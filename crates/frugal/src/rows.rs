@@ -5,6 +5,7 @@
 //! | `messages`, `conversations` | a conversation, or one for each answer ([`dataloading::chat`]) | the answers and their end tokens |
 //! | `prompt` and `completion`, `instruction` and `output`, `question` and `answer` | the record | the second and an end token |
 //! | any fields, by two [templates](dataloading::records::PromptTemplates) | the record | the second and an end token |
+//! | `chosen` and `rejected`, with `prompt` or without | two: the chosen answer with its prompt, then the rejected one | the answer and its end token |
 //! | `text` | the record | everything, and an end token |
 //! | `input_ids` and `labels` | the record | what is labelled |
 //! | plain text | the begin token, if the model has one, and as many tokens as fit | everything |

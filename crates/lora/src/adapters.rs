@@ -376,9 +376,12 @@ impl Adapters {
     /// # Errors
     /// Never fails; `Result` for uniformity.
     pub fn disable(&self) -> Result<Disabled> {
-        let guard = Disabled { switch: self.switch.clone(), wholes: self.wholes.clone() };
-        guard.change(1)?;
-        Ok(guard)
+        self.switch().disable()
+    }
+
+    /// Returns what disables the adapters without owning them.
+    pub fn switch(&self) -> AdapterSwitch {
+        AdapterSwitch { switch: self.switch.clone(), wholes: self.wholes.clone() }
     }
 
     /// Deletes an adapter, active or not.
@@ -403,6 +406,25 @@ impl Adapters {
         self.configs.retain(|(known, _)| known != name);
         self.copies.retain(|(known, _)| known != name);
         put_in(model, &self.sites, &self.wholes.lock(), &self.token_parts, (&self.embeddings, &self.experts))
+    }
+}
+
+/// Disables the adapters of a model, as [`Adapters::disable`] does.
+#[derive(Debug, Clone)]
+pub struct AdapterSwitch {
+    switch: Arc<Switch>,
+    wholes: Arc<Mutex<Vec<Whole>>>,
+}
+
+impl AdapterSwitch {
+    /// Disables all adapters while the guard lives, merged or not: the model computes as the base.
+    ///
+    /// # Errors
+    /// Never fails; `Result` for uniformity.
+    pub fn disable(&self) -> Result<Disabled> {
+        let guard = Disabled { switch: self.switch.clone(), wholes: self.wholes.clone() };
+        guard.change(1)?;
+        Ok(guard)
     }
 }
 

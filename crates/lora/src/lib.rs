@@ -68,7 +68,7 @@ mod switch;
 mod targets;
 
 pub use adapted::{Adapted, field_prefix};
-pub use adapters::{Adapters, Disabled, Unloaded};
+pub use adapters::{AdapterSwitch, Adapters, Disabled, Unloaded};
 pub use alternatives::UnmatchedAlternative;
 pub use config::{BiasTraining, Layers, LoraConfig, Names, TokenIndices};
 pub use error::{Error, Result};

@@ -9,7 +9,7 @@
 //! backward. Each of m has the weight 1/m, so that its coefficient means the same for every m. (transformers' trainer adds those of all m,
 //! so its coefficient weighs m times as much.)
 
-use dataloading::{Batch, Counts, Packing};
+use dataloading::{Batch, Counts, Packing, Sequences};
 use models::module::{Context, Input, LanguageModel};
 use models::{Documents, RouterBalance, module::LossOutput};
 use runtime::collectives::Group;
@@ -17,7 +17,8 @@ use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use crate::batches::Batches;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::policy::Rollout;
 use crate::ranks::BatchPart;
 
 /// The micro-batches of one step.
@@ -31,12 +32,38 @@ pub struct MicroBatches {
     pub tokens: usize,
     /// Padding positions.
     pub padding: usize,
+    /// Of answers to prompts: what is known of them.
+    pub rollout: Option<Rollout>,
 }
 
 impl MicroBatches {
-    /// Returns the denominator of the summed loss; 1 without any target, so that the loss is 0.
+    /// Returns the denominator of the summed loss: the targets, the examples of an objective over sequences, or what a rollout says; 1 without
+    /// any, so that the loss is 0.
     pub fn denominator(&self) -> f64 {
-        self.targets.max(1) as f64
+        if let Some(rollout) = &self.rollout {
+            return rollout.denominator.max(1.0);
+        }
+        self.examples().unwrap_or(self.targets).max(1) as f64
+    }
+
+    /// Returns the number of examples ([`Sequences::examples`]); `None` if the batches have no sequences.
+    pub fn examples(&self) -> Option<usize> {
+        self.batches.iter().map(|batch| batch.sequences.as_ref().map(Sequences::examples)).sum()
+    }
+
+    /// Returns the numbers of sequences that are chosen or desirable, and of the others ([`Sequences::chosen_and_rejected`]).
+    pub fn chosen_and_rejected(&self) -> [usize; 2] {
+        let sequences = self.batches.iter().filter_map(|batch| batch.sequences.as_ref());
+        sequences.fold([0; 2], |[chosen, rejected], sequences| {
+            let [own_chosen, own_rejected] = sequences.chosen_and_rejected();
+            [chosen + own_chosen, rejected + own_rejected]
+        })
+    }
+
+    /// Returns the labels of chosen sequences ([`Sequences::chosen_targets`]).
+    pub fn chosen_targets(&self) -> usize {
+        let sequences = self.batches.iter().filter_map(|batch| batch.sequences.as_ref());
+        sequences.map(|sequences| sequences.chosen_targets).sum()
     }
 
     /// Returns [`MicroBatches::denominator`] in an fp64 scalar on a device, so that a graph can repeat the division by it.
@@ -51,7 +78,7 @@ impl MicroBatches {
     /// gradients are the same up to the order of their sums; dropout draws other numbers.
     ///
     /// # Errors
-    /// Errors of libtorch.
+    /// Batches with sequences, which an objective takes together; errors of libtorch.
     pub fn split(self, rows: usize) -> Result<Self> {
         let mut batches = Vec::new();
         for batch in self.batches {
@@ -67,6 +94,10 @@ impl MicroBatches {
 
 /// Returns the parts of a batch.
 fn parts(batch: &Batch, rows: i64) -> Result<Vec<Batch>> {
+    if batch.sequences.is_some() {
+        let reason = "a micro-batch of sequences is not computed in parts; choose a smaller batch with more accumulation";
+        return Err(Error::config("rows at a time", reason));
+    }
     let (all, length) = batch.tokens.size2()?;
     let part = |first: i64| -> Result<Batch> {
         let count = rows.min(all - first);
@@ -91,7 +122,14 @@ fn parts(batch: &Batch, rows: i64) -> Result<Vec<Batch>> {
         let positions = usize::try_from(count * length).unwrap_or(usize::MAX);
         let counts = Counts { targets: batch.counts.targets.min(positions), ..Counts::default() };
         let padding = batch.padding.iter().skip(first as usize).take(count as usize).copied().collect();
-        Ok(Batch { tokens: rows(&batch.tokens)?, labels: rows(&batch.labels)?, packing, padding, counts })
+        Ok(Batch {
+            tokens: rows(&batch.tokens)?,
+            labels: rows(&batch.labels)?,
+            packing,
+            padding,
+            sequences: None,
+            counts,
+        })
     };
     (0..all).step_by(rows as usize).map(part).collect()
 }
@@ -101,7 +139,7 @@ fn parts(batch: &Batch, rows: i64) -> Result<Vec<Batch>> {
 /// # Errors
 /// Errors of the source.
 pub fn fetch(source: &mut (impl Batches + ?Sized), count: usize) -> Result<Option<MicroBatches>> {
-    let mut all = MicroBatches { batches: Vec::new(), targets: 0, tokens: 0, padding: 0 };
+    let mut all = MicroBatches { batches: Vec::new(), targets: 0, tokens: 0, padding: 0, rollout: None };
     while all.batches.len() < count {
         let Some(batch) = source.next()? else { break };
         all.targets += batch.counts.targets;

@@ -5,6 +5,7 @@ use serde_json::{Value, json};
 use tch::{Device, Tensor};
 
 use crate::error::{Error, Result};
+use crate::policy::Prompt;
 use crate::split_mix::split_mix;
 
 /// A source of batches that can save and restore its position.
@@ -15,6 +16,17 @@ pub trait Batches: Send {
     /// # Errors
     /// An invalid record, with its location.
     fn next(&mut self) -> Result<Option<Batch>>;
+
+    /// Returns the prompts of the next step, for an objective over rewards.
+    ///
+    /// # Errors
+    /// A source of something else.
+    fn prompts(&mut self) -> Result<Vec<Prompt>> {
+        Err(Error::config(
+            "objective",
+            "rewards are learned from answers to prompts, and the data are no source of prompts",
+        ))
+    }
 
     /// Returns the position: that of the batch that [`Batches::next`] returns next.
     fn state(&self) -> Value;
@@ -90,7 +102,14 @@ impl Batches for Synthetic {
         let tensor = |values: &[i64]| -> Result<Tensor> {
             Ok(Tensor::f_from_slice(values)?.f_reshape(shape)?.f_to_device(self.device)?)
         };
-        Ok(Some(Batch { tokens: tensor(&tokens)?, labels: tensor(&labels)?, packing: None, padding, counts }))
+        Ok(Some(Batch {
+            tokens: tensor(&tokens)?,
+            labels: tensor(&labels)?,
+            packing: None,
+            padding,
+            sequences: None,
+            counts,
+        }))
     }
 
     fn state(&self) -> Value {

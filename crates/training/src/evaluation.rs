@@ -26,6 +26,8 @@ pub struct Evaluation {
     pub accuracy: f64,
     /// Number of targets.
     pub targets: u64,
+    /// The mean reward, for an objective over rewards.
+    pub reward: Option<f64>,
     /// Duration.
     pub seconds: f64,
 }
@@ -97,5 +99,5 @@ pub fn evaluate_over(
         values.chunks_exact(2).fold((0.0, 0.0), |(sum, correct), batch| (sum + batch[0], correct + batch[1]));
     let (loss, accuracy) = (sum / targets as f64, correct / targets as f64);
     let seconds = start.elapsed().as_secs_f64();
-    Ok(Evaluation { step, loss, perplexity: perplexity(loss), accuracy, targets, seconds })
+    Ok(Evaluation { step, loss, perplexity: perplexity(loss), accuracy, targets, reward: None, seconds })
 }

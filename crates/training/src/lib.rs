@@ -4,7 +4,7 @@
 //! [`checkpoint`], [`divergence`]. [`trainer`] is the loop over them. It trains any `models::module::LanguageModel` on any
 //! [`Batches`], with any loss scaler ([`GradScaler`](scaler::GradScaler)), and reports to [`Observer`](observer::Observer)s.
 //!
-//! [`activations`] controls activation checkpointing. [`masked_rows`] makes fine-tuning
+//! [`preference`] has losses of pairs of completions. [`activations`] controls activation checkpointing. [`masked_rows`] makes fine-tuning
 //! batches, [`strategy`] selects the batching strategy. The crate [`trace`] analyses where the time of a step goes, [`step_tracing`]
 //! records steps for it, [`probe`] analyses a single pass.
 //!
@@ -46,6 +46,8 @@ pub mod loss;
 pub mod masked_rows;
 pub mod observer;
 pub mod optimizer;
+pub mod policy;
+pub mod preference;
 pub mod probe;
 pub mod ranks;
 pub mod scaler;

@@ -14,14 +14,17 @@
 //! use training::masked_rows::{Layout, MaskedBatches, MaskedRow};
 //!
 //! // A prompt of two tokens without loss, and an answer of two.
-//! let row = MaskedRow { tokens: vec![5, 6, 7, 0], labels: vec![-100, -100, 7, 0] };
+//! let row = MaskedRow::new(vec![5, 6, 7, 0], vec![-100, -100, 7, 0]);
 //! let mut batches = MaskedBatches::new(vec![row], Layout { batch: 1, ..Layout::default() }, Device::Cpu)?;
 //! let batch = batches.next()?.expect("a first batch");
 //! assert_eq!(Vec::<i64>::try_from(batch.labels.view(-1))?, [-100, 7, 0]);
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod batch;
 mod byte_store;
+mod grouping;
+mod mismatched;
 mod row_store;
 
 use std::cmp::Reverse;
@@ -31,24 +34,40 @@ use std::sync::Arc;
 use dataloading::fingerprint::Fingerprint;
 use dataloading::packing::{Algorithm, Assignment, LongDocuments};
 use dataloading::permutation::Permutation;
-use dataloading::{Batch, Counts, IGNORE_INDEX, Packing, PackingConfig, PackingPlan};
-use models::Documents;
+use dataloading::{Batch, IGNORE_INDEX, PackingConfig, PackingPlan};
 use serde_json::{Value, json};
-use tch::{Device, Tensor};
+use tch::Device;
 
 use crate::batches::Batches;
 use crate::error::{Error, Result};
 
+pub(crate) use batch::{Item, assemble};
+pub use grouping::Grouping;
 pub use row_store::{IN_MEMORY, MaskedRows, MaskedRowsWriter, RowSize};
 
 /// A tokenized row with its labels. Both lists have the same length.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct MaskedRow {
     /// Token ids.
     pub tokens: Vec<i64>,
     /// For each token its id if it is to be predicted, else −100 ([`IGNORE_INDEX`]). Not shifted: position `t` predicts label
     /// `t + 1`.
     pub labels: Vec<i64>,
+    /// 1, or −1 for an undesirable answer ([`Grouping::Rated`]).
+    pub weight: f32,
+}
+
+impl MaskedRow {
+    /// Creates a row with weight 1.
+    pub fn new(tokens: Vec<i64>, labels: Vec<i64>) -> Self {
+        Self { tokens, labels, weight: 1.0 }
+    }
+
+    /// Returns the tokens before the first label.
+    pub fn prompt(&self) -> &[i64] {
+        let is_label = |label: &i64| *label != IGNORE_INDEX;
+        &self.tokens[..self.labels.iter().position(is_label).unwrap_or(self.labels.len())]
+    }
 }
 
 /// How rows are batched.
@@ -67,6 +86,8 @@ pub struct Layout {
     pub by_length: usize,
     /// Number of epochs; `None` for no end.
     pub epochs: Option<u64>,
+    /// Which rows belong together.
+    pub grouping: Grouping,
 }
 
 /// Batches of an evaluation that divide their rows by length. Sorting all of the rows would hold their lengths in memory.
@@ -82,7 +103,15 @@ impl Layout {
 
 impl Default for Layout {
     fn default() -> Self {
-        Self { batch: 1, packed: None, pad: 0, shuffle: None, by_length: 1, epochs: None }
+        Self {
+            batch: 1,
+            packed: None,
+            pad: 0,
+            shuffle: None,
+            by_length: 1,
+            epochs: None,
+            grouping: Grouping::Rows,
+        }
     }
 }
 
@@ -101,7 +130,9 @@ pub struct BatchShape {
 #[derive(Clone, Debug)]
 pub struct MaskedBatches {
     rows: MaskedRows,
-    /// Which rows share one row of a batch; `None` if each has its own.
+    /// The log-probabilities of rows by a reference model ([`MaskedBatches::with_reference`]).
+    reference: Option<Arc<[f32]>>,
+    /// Which groups of rows share one row of a batch; `None` if each row has its own.
     together: Option<Arc<Assignment>>,
     layout: Layout,
     device: Device,
@@ -110,6 +141,8 @@ pub struct MaskedBatches {
     fingerprint: u64,
     /// Positions of all rows.
     tokens: usize,
+    /// Tokens of the longest row.
+    longest: usize,
     /// The index of the next batch, over all epochs.
     position: u64,
 }
@@ -120,7 +153,12 @@ fn refuse(reason: String) -> Error {
     Error::config(WHAT, reason)
 }
 
-/// The number of positions of a row: tokens that predict a next one.
+/// The number of positions of a row.
+fn positions(row: &MaskedRow) -> usize {
+    row.tokens.len() - 1
+}
+
+/// The same of its size: tokens that predict a next one.
 fn positions_of(size: RowSize) -> usize {
     size.tokens.saturating_sub(1)
 }
@@ -134,15 +172,21 @@ impl MaskedBatches {
         Self::over(&MaskedRows::of(&rows)?, layout, device)
     }
 
-    /// Creates a source at the first batch over stored rows. Rows without a label are left out.
+    /// Creates a source at the first batch over stored rows. Rows without a label are left out, with those that they belong to.
     ///
     /// # Errors
-    /// No row with a label; a batch size of 0; a row longer than a packed row; a file that cannot be read.
+    /// No row with a label; a batch size of 0; a row longer than a packed row; rows that make no whole number of groups; a file that cannot be read.
     pub fn over(rows: &MaskedRows, layout: Layout, device: Device) -> Result<Self> {
+        let together = layout.grouping.rows();
+        if !rows.len().is_multiple_of(together) {
+            return Err(refuse(format!("{} rows in groups of {together}", rows.len())));
+        }
         let mut silent = Vec::new();
-        for number in 0..rows.len() {
-            if rows.size(number)?.learned == 0 {
-                silent.push(number as u32);
+        for first in (0..rows.len()).step_by(together) {
+            let group = first..first + together;
+            let learned = group.clone().map(|row| Ok(rows.size(row)?.learned)).collect::<Result<Vec<_>>>()?;
+            if learned.contains(&0) {
+                silent.extend(group.map(|row| row as u32));
             }
         }
         let rows = if silent.is_empty() { rows.clone() } else { rows.divide(&silent).0 };
@@ -152,17 +196,32 @@ impl MaskedBatches {
                 "{count} rows with labels, in batches of {batch}; expected at least 1 of both"
             )));
         }
-        let together = layout.packed.map(|capacity| packed(&rows, capacity)).transpose()?.map(Arc::new);
-        let (mut content, mut tokens) = (Fingerprint::new("masked rows"), 0);
+        let together = layout.packed.map(|capacity| packed(&rows, layout.grouping, capacity)).transpose()?;
+        let together = together.map(Arc::new);
+        let (mut content, mut tokens, mut longest) = (Fingerprint::new("masked rows"), 0, 0);
         for row in rows.iter() {
             let row = row?;
             for numbers in [&row.tokens, &row.labels] {
                 content = content.numbers(numbers.iter().map(|number| number.cast_unsigned()));
             }
-            tokens += row.tokens.len() - 1;
+            if layout.grouping == Grouping::Rated {
+                content = content.number(u64::from(row.weight.to_bits()));
+            }
+            (tokens, longest) = (tokens + row.tokens.len() - 1, longest.max(row.tokens.len()));
         }
         let fingerprint = of_layout(content, &layout);
-        Ok(Self { rows, together, layout, device, content, fingerprint, tokens, position: 0 })
+        Ok(Self {
+            rows,
+            reference: None,
+            together,
+            layout,
+            device,
+            content,
+            fingerprint,
+            tokens,
+            longest,
+            position: 0,
+        })
     }
 
     /// Returns the number of rows of a batch, as the layout has it.
@@ -182,24 +241,62 @@ impl MaskedBatches {
         Ok(Self { fingerprint: of_layout(self.content, &layout), layout, position: 0, ..self })
     }
 
+    /// Returns a source of the same batches that have the log-probability of each row's labels by a reference model, in the rows' order; of
+    /// rated rows each is followed by that of the row's prompt with the other answer.
+    ///
+    /// # Errors
+    /// Another number of them than that.
+    pub fn with_reference(self, log_probabilities: Arc<[f32]>) -> Result<Self> {
+        if log_probabilities.len() != self.rows.len() * self.layout.grouping.references() {
+            let (given, rows) = (log_probabilities.len(), self.rows.len());
+            return Err(refuse(format!("{given} log-probabilities of a reference model for {rows} rows")));
+        }
+        Ok(Self { reference: Some(log_probabilities), ..self })
+    }
+
+    /// Returns the number of examples of an epoch: rows, or pairs.
+    pub fn examples(&self) -> usize {
+        self.rows.len() / self.layout.grouping.rows()
+    }
+
+    /// Returns a source of all rows once, in their order and not packed, at the first batch.
+    #[must_use]
+    pub fn in_row_order(&self) -> Self {
+        let layout = Layout { packed: None, shuffle: None, by_length: 1, epochs: Some(1), ..self.layout };
+        let fingerprint = of_layout(self.content, &layout);
+        Self { together: None, fingerprint, layout, position: 0, ..self.clone() }
+    }
+
+    /// Returns a number that other rows do not have, in any layout.
+    pub fn content(&self) -> u64 {
+        self.content.finish()
+    }
+
     /// Returns whether rows are packed.
     pub fn is_packed(&self) -> bool {
         self.layout.packed.is_some()
     }
 
-    /// Rows of batches in an epoch.
+    /// Packed rows, or groups of rows, in an epoch.
     fn units(&self) -> usize {
-        self.together.as_ref().map_or(self.rows.len(), |together| together.offsets.len() - 1)
+        self.together.as_ref().map_or(self.examples(), |together| together.offsets.len() - 1)
     }
 
-    /// The numbers of the rows that are together in one.
-    fn unit(&self, number: usize) -> impl ExactSizeIterator<Item = usize> + '_ {
+    /// The numbers of the rows of a unit.
+    fn unit(&self, number: usize) -> impl Iterator<Item = usize> + '_ {
         let (from, to) = match &self.together {
             None => (number, number + 1),
             Some(together) => (together.offsets[number] as usize, together.offsets[number + 1] as usize),
         };
-        // No row is split, so a piece's number is its row's.
-        (from..to).map(|at| self.together.as_ref().map_or(at, |together| together.pieces[at] as usize))
+        let rows = self.layout.grouping.rows();
+        // No group is split, so a piece's number is its group's.
+        let group = |at: usize| self.together.as_ref().map_or(at, |together| together.pieces[at] as usize);
+        (from..to).flat_map(move |at| (0..rows).map(move |row| group(at) * rows + row))
+    }
+
+    /// The rows of a batch that a unit takes.
+    fn rows_of_unit(&self) -> usize {
+        if self.is_packed() { 1 } else { self.layout.grouping.rows() }
     }
 
     /// Returns the batches per epoch; the last one may have fewer rows.
@@ -237,17 +334,20 @@ impl MaskedBatches {
             widest = widest.max(width);
         }
         Ok(BatchShape {
-            rows: self.layout.batch.min(self.units()),
+            rows: self.layout.batch.min(self.units()) * self.rows_of_unit(),
             length: self.layout.packed.unwrap_or(widest),
             labelled: labels.falling().into_iter().sum(),
         })
     }
 
-    /// Returns the positions and the labels of rows that are together in one.
+    /// Returns the positions and the labels of a unit: of its longest row, unless its rows are packed.
     fn size_of(&self, unit: usize) -> Result<(usize, usize)> {
         self.unit(unit).try_fold((0, 0), |(width, labels), row| {
             let size = self.rows.size(row)?;
-            Ok((width + positions_of(size), labels + size.learned))
+            let positions = positions_of(size);
+            let learned = if self.layout.grouping.learns_prompt(row) { positions } else { size.learned };
+            let width = if self.is_packed() { width + positions } else { width.max(positions) };
+            Ok((width, labels + learned))
         })
     }
 
@@ -266,7 +366,7 @@ impl MaskedBatches {
                 }
             }
             let length = self.layout.packed.unwrap_or(widest);
-            Some(Ok(BatchShape { rows: numbers.len(), length, labelled }))
+            Some(Ok(BatchShape { rows: numbers.len() * self.rows_of_unit(), length, labelled }))
         })
     }
 
@@ -303,69 +403,19 @@ impl MaskedBatches {
         let numbers = first..units.min(first + self.layout.batch as u64);
         Some(numbers.map(|number| order.as_ref().map_or(number, |order| order.at(number)) as usize).collect())
     }
-
-    /// The batch of these units.
-    fn batch(&self, units: &[usize]) -> Result<Batch> {
-        let length = match self.layout.packed {
-            Some(length) => length,
-            None => units
-                .iter()
-                .try_fold(0, |widest: usize, unit| Ok::<_, Error>(widest.max(self.size_of(*unit)?.0)))?,
-        };
-        let mut counts = Counts::default();
-        let (mut tokens, mut labels, mut positions, mut lengths) = (vec![], vec![], vec![], vec![]);
-        let mut padding = Vec::new();
-        for unit in units {
-            let mut documents = Vec::new();
-            for number in self.unit(*unit) {
-                let MaskedRow { tokens: row_tokens, labels: learnt } = self.rows.row(number)?;
-                let inputs = row_tokens.len() - 1;
-                tokens.extend_from_slice(&row_tokens[..inputs]);
-                labels.extend_from_slice(&learnt[1..]);
-                positions.extend(0..inputs as i64);
-                counts.targets += learnt[1..].iter().filter(|label| **label != IGNORE_INDEX).count();
-                counts.tokens += inputs;
-                counts.documents += 1;
-                documents.push(inputs);
-            }
-            let rest = length - documents.iter().sum::<usize>();
-            padding.push(rest as i64);
-            if rest > 0 {
-                tokens.extend(std::iter::repeat_n(self.layout.pad, rest));
-                labels.extend(std::iter::repeat_n(IGNORE_INDEX, rest));
-                positions.extend(0..rest as i64);
-                counts.padding += rest;
-                documents.push(rest);
-            }
-            lengths.push(documents);
-        }
-        let shape = [units.len() as i64, length as i64];
-        let tensor = |values: &[i64]| -> Result<Tensor> {
-            Ok(Tensor::f_from_slice(values)?.f_reshape(shape)?.f_to_device(self.device)?)
-        };
-        let packing = match self.layout.packed {
-            None => None,
-            Some(_) => {
-                let documents = Documents::new(&lengths, self.device)?;
-                Some(Packing {
-                    positions: tensor(&positions)?,
-                    document_ids: documents.ids().shallow_clone(),
-                    cu_seqlens: documents.cu_seqlens().shallow_clone(),
-                    starts: documents.starts().to_vec(),
-                    longest: documents.longest(),
-                })
-            }
-        };
-        let padding = if counts.padding > 0 { padding } else { Vec::new() };
-        Ok(Batch { tokens: tensor(&tokens)?, labels: tensor(&labels)?, packing, padding, counts })
-    }
 }
 
 /// The fingerprint of rows in a layout.
 fn of_layout(content: Fingerprint, layout: &Layout) -> u64 {
     let (packed, seed) = (layout.packed.unwrap_or(0) as u64, layout.shuffle.unwrap_or(0));
     let numbers = [layout.batch as u64, packed, seed, layout.by_length as u64];
-    numbers.into_iter().fold(content, Fingerprint::number).finish()
+    // Other objectives over the same rows have other batches.
+    let pairs = match layout.grouping {
+        Grouping::Rows => None,
+        Grouping::Pairs { learn_prompts } => Some(1 + u64::from(learn_prompts)),
+        Grouping::Rated => Some(3),
+    };
+    numbers.into_iter().chain(pairs).fold(content, Fingerprint::number).finish()
 }
 
 /// The greatest few of many values.
@@ -391,14 +441,21 @@ impl<T: Ord> Greatest<T> {
     }
 }
 
-/// Decides which rows share a packed row.
-fn packed(rows: &MaskedRows, capacity: usize) -> Result<Assignment> {
-    let mut lengths = Vec::with_capacity(rows.len());
-    for number in 0..rows.len() {
-        let positions = positions_of(rows.size(number)?);
+/// Decides which groups of rows share a packed row.
+fn packed(rows: &MaskedRows, grouping: Grouping, capacity: usize) -> Result<Assignment> {
+    let mut lengths = Vec::with_capacity(rows.len() / grouping.rows());
+    for first in (0..rows.len()).step_by(grouping.rows()) {
+        let mut positions = 0;
+        for row in first..first + grouping.rows() {
+            positions += positions_of(rows.size(row)?);
+        }
         if positions > capacity {
+            let (what, number) = match grouping {
+                Grouping::Rows | Grouping::Rated => ("row", first),
+                Grouping::Pairs { .. } => ("pair", first / 2),
+            };
             return Err(refuse(format!(
-                "row {number} has {positions} positions, but packed rows have {capacity}; use longer packed rows, or leave such rows out"
+                "{what} {number} has {positions} positions, but packed rows have {capacity}; use longer packed rows, or leave such {what}s out"
             )));
         }
         lengths.push(positions as u32);

@@ -7,6 +7,7 @@ use serde::Serialize;
 
 use crate::error::Result;
 use crate::evaluation::Evaluation;
+use crate::policy::RolloutFigures;
 
 /// Seconds that the host spent in the parts of a step. On CUDA work is queued, so time appears where the host next waits; a
 /// trace shows the device's side, in the ranges `data`, `forward`, `backward`, `clip`, `optimizer`.
@@ -24,15 +25,33 @@ pub struct Timings {
     pub total: f64,
 }
 
+/// What a step of an objective over rewards was.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+pub struct PolicyRecord {
+    /// The rewards and lengths of its answers.
+    pub rollout: RolloutFigures,
+    /// The mean of e^d − d − 1 over the tokens that are learned, an estimate of the divergence from the reference; 0 if the loss does not have it.
+    pub divergence: f64,
+    /// The share of those tokens whose ratio is clipped.
+    pub clipped: f64,
+}
+
 /// The record of a step.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct StepRecord {
     /// Its number, from 1.
     pub step: u64,
-    /// Mean loss over its targets, in nats.
+    /// Mean loss over its targets, in nats; over its examples, for an objective over sequences.
     pub loss: f64,
-    /// Fraction of correct predictions, if requested.
+    /// Fraction of correct predictions, if requested; of an objective over sequences, that of the examples that are right
+    /// ([`Objective::correct_and_rewards`](crate::preference::Objective::correct_and_rewards)).
     pub accuracy: Option<f64>,
+    /// The mean rewards of chosen or desirable, and of rejected or undesirable completions, for an objective over sequences. NaN without any.
+    pub rewards: Option<[f64; 2]>,
+    /// The rewards of answers, and how far the policy has moved, for an objective over rewards.
+    pub policy: Option<PolicyRecord>,
+    /// z₀ of an objective over rated answers, in nats: an estimate of the divergence from the reference.
+    pub reference_point: Option<f64>,
     /// The load-balancing loss without its coefficient, which [`StepRecord::loss`] does not contain; the mean over micro-batches.
     pub router_aux_loss: Option<f64>,
     /// The first group's learning rate.

@@ -14,8 +14,21 @@
 //! | [`RmsProp`] | s ← α·s + (1−α)·g²; θ ← θ − η·g / (√s + ε) |
 //! | [`Adam`] | m ← β₁·m + (1−β₁)·g; v ← β₂·v + (1−β₂)·g²; θ ← θ − η·m̂ / (√v̂ + ε) |
 //! | [`AdamW`] | θ ← (1 − η·λ)·θ, then Adam's |
+//! | [`AdamW8bit`] | AdamW's, with m and v in 8 bits between steps |
+//! | [`Lion`] | c ← β₁·m + (1−β₁)·g; m ← β₂·m + (1−β₂)·g; θ ← (1 − η·λ)·θ − η·sign(c) |
+//! | [`Adafactor`] | R, C ← means of the rows and columns of g²; u ← g / √(R·C / mean(R)), rms(u) ≤ 1; θ ← (1 − η·λ)·θ − η·u |
+//! | [`Muon`] | m ← μ·m + (1−μ)·g; θ ← (1 − η·λ)·θ − η·s·X, the nearest orthogonal matrix to μ·m + (1−μ)·g |
 //!
-//! In all but AdamW the weight decay is an L2 penalty: g ← g + λ·θ. All follow PyTorch's conventions, with one difference:
+//! | rule | bytes of state per parameter | suited to | source |
+//! |---|---|---|---|
+//! | [`Adam`], [`AdamW`] | 8 | any parameter | arXiv:1412.6980, arXiv:1711.05101 |
+//! | [`AdamW8bit`] | 2.03 | any; tensors below 4096 elements in fp32 | arXiv:2110.02861, bitsandbytes |
+//! | [`Lion`] | 4 | any, at a third to a tenth of AdamW's η | arXiv:2302.06675 |
+//! | [`Adafactor`] | 4·(1/rows + 1/columns) for a matrix, 4 for a vector | any, at AdamW's η | arXiv:1804.04235, transformers |
+//! | [`Muon`] | 4 | matrices between the layers, at AdamW's η; others take AdamW | Jordan et al. 2024, arXiv:2502.16982, `torch.optim.Muon` |
+//!
+//! In the first six the weight decay is an L2 penalty, g ← g + λ·θ; in the others it is decoupled. The first seven follow PyTorch's
+//! conventions, and all have one difference:
 //! state and arithmetic of half-precision parameters are fp32, rounded once into the parameter (PyTorch keeps the state in the
 //! parameter's dtype). A bf16 number has 8 significant bits: an update below 2⁻⁹ of the parameter is rounded away, and at the learning
 //! rates of fine-tuning most are. [`DeviceOptimizer::with_master_weights`] also keeps an fp32 copy of the parameter, which every update
@@ -37,13 +50,17 @@
 //! # Ok::<(), training::Error>(())
 //! ```
 
+mod adafactor;
 mod adagrad;
 mod adam;
 mod adam_w;
+mod adam_w_8bit;
 mod bucket;
 mod device_optimizer;
 mod group;
+mod lion;
 mod momentum;
+mod muon;
 mod nesterov;
 mod rms_prop;
 mod rule;
@@ -56,15 +73,19 @@ use std::fmt::Debug;
 use models::tensors_file::LazyTensor;
 use tch::{Kind, Tensor};
 
+pub use adafactor::Adafactor;
 pub use adagrad::AdaGrad;
 pub use adam::Adam;
 pub use adam_w::AdamW;
+pub use adam_w_8bit::AdamW8bit;
 pub use device_optimizer::DeviceOptimizer;
 pub use group::Group;
+pub use lion::Lion;
 pub use momentum::Momentum;
+pub use muon::{Muon, MuonScale};
 pub use nesterov::Nesterov;
 pub use rms_prop::RmsProp;
-pub use rule::{FusedStep, Hyperparameters, Rule, Tensors};
+pub use rule::{Extent, FusedStep, Hyperparameters, Rule, Slot, Tensors};
 pub use sgd::Sgd;
 pub use state::{WeightVersion, follow_weight};
 
@@ -224,7 +245,7 @@ pub trait Optimizer: Debug + Send {
     /// The learning rate of each group's next step.
     fn learning_rates(&self) -> Vec<f64>;
 
-    /// Returns the state as named tensors: `NAME.step` (int64 scalar) and one `NAME.SLOT` per slot of the rule, for every
+    /// Returns the state as named tensors: `NAME.step` (int64 scalar) and one `NAME.SLOT` per slot of its rule, for every
     /// parameter that was stepped. Optimizers with the same rule use the same names, so they can load each other's checkpoints.
     ///
     /// # Errors

@@ -19,6 +19,7 @@ mod failed_step;
 mod figures;
 mod frozen;
 mod options;
+mod passes;
 pub(crate) mod ranks;
 mod replan;
 mod retry;
@@ -30,19 +31,20 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use models::module::LanguageModel;
-use runtime::ops::TryScalar;
-use runtime::precision::{self, Policy, PolicyGuard};
+use runtime::precision;
 use runtime::profile::range;
-use runtime::random::{RandomState, StepSeeds, begin_step_part};
+use runtime::random::{RandomState, StepSeeds};
 use tch::{Device, Kind, Tensor};
 
-use crate::accumulation::{MicroBatches, balance_of, fetch, forward_over};
+use crate::accumulation::MicroBatches;
 use crate::batches::Batches;
 use crate::checkpoint::Checkpoints;
 use crate::divergence::DivergenceMonitor;
 use crate::error::Result;
 use crate::observer::{Observer, StepRecord, Timings};
 use crate::optimizer::{Optimizer, StepDecision, StepSettings};
+use crate::policy::Policy;
+use crate::preference::Preference;
 use crate::scaler::{GradScaler, NoScaler};
 use crate::schedule::LrSchedule;
 use crate::split_mix::split_mix;
@@ -53,7 +55,6 @@ use figures::Pending;
 use frozen::Fingerprint;
 pub use frozen::Frozen;
 pub use options::{Capture, FailedCheckpoint, TrainerConfig};
-use ranks::{Owner, Share};
 pub use replan::{CheaperPlan, CheaperPlans};
 use retry::Attempts;
 pub use retry::Overflow;
@@ -103,13 +104,17 @@ pub struct Trainer {
     /// The loss scaler.
     pub scaler: Box<dyn GradScaler>,
     /// Mixed precision of the forward in training and evaluation; `None` for the thread's current policy, if any.
-    pub precision: Option<Arc<dyn Policy>>,
+    pub precision: Option<Arc<dyn precision::Policy>>,
     /// The folder of checkpoints.
     pub checkpoints: Option<Checkpoints>,
     /// The observers.
     pub observers: Vec<Box<dyn Observer>>,
     /// Keeps the weights of the best evaluation.
     pub best: Option<Box<dyn BestWeights>>,
+    /// What is learned from pairs of completions; `None` to learn each next token.
+    pub preference: Option<Preference>,
+    /// What is learned from rewards of the model's own answers; the data are then a source of prompts.
+    pub policy: Option<Policy>,
     /// Activation plans to change to when memory is short.
     pub cheaper_plans: Option<CheaperPlans>,
     /// A reason of the program's why no graph can repeat the steps, such as weights that are moved between memories.
@@ -156,6 +161,8 @@ impl Trainer {
             checkpoints: None,
             observers: Vec::new(),
             best: None,
+            preference: None,
+            policy: None,
             cheaper_plans: None,
             not_captured: None,
             stop: Arc::default(),
@@ -223,6 +230,7 @@ impl Trainer {
     ) -> Result<StopReason> {
         self.schedule.check()?;
         self.optimizer.check(self.scaler.as_mut())?;
+        self.policy.as_ref().map_or(Ok(()), |policy| policy.check_steps(until, &self.options))?;
         self.last = Instant::now();
         let devices = self.devices();
         self.prepare_capture(&devices)?;
@@ -230,11 +238,15 @@ impl Trainer {
             if self.step >= until {
                 break StopReason::Completed;
             }
-            if self.best_so_far.is_some_and(|best| best.exhausts(self.options.patience)) {
+            // Answers that are learned from several times are not saved: between their updates a training does not end.
+            let is_between =
+                |trainer: &Self| trainer.policy.as_ref().is_some_and(|own| own.is_between(trainer.step));
+            let best = self.best_so_far.filter(|_| !is_between(self));
+            if best.is_some_and(|best| best.exhausts(self.options.patience)) {
                 break StopReason::StoppedEarly;
             }
             let requests = self.requests()?;
-            if requests.stop {
+            if requests.stop && !is_between(self) {
                 break StopReason::Interrupted;
             }
             if !self.train_step(train, &devices)? {
@@ -242,7 +254,8 @@ impl Trainer {
             }
             let due = |every: Option<u64>| every.is_some_and(|every| self.step.is_multiple_of(every));
             let evaluate = due(self.options.evaluate_every);
-            let save = due(self.options.checkpoint_every) || requests.save && self.step < until;
+            let save =
+                due(self.options.checkpoint_every) || requests.save && self.step < until && !is_between(self);
             if due(Some(self.options.log_every)) || evaluate || save {
                 self.read_losses()?;
             }
@@ -287,12 +300,16 @@ impl Trainer {
 
     fn try_step(&mut self, train: &mut dyn Batches) -> Result<bool> {
         let mut timings = Timings::default();
-        let (accumulation, rows) = (self.options.accumulation, self.options.rows);
-        let fetched = timed("data", &mut timings.data, || match (fetch(train, accumulation)?, rows) {
-            (Some(micro), Some(rows)) => micro.split(rows).map(Some),
-            (micro, _) => Ok(micro),
-        })?;
+        let fetched = timed("data", &mut timings.data, || self.fetched(train))?;
         let Some(micro) = fetched else { return Ok(false) };
+        let done = self.step_over(&micro, timings);
+        if let Some(policy) = &mut self.policy {
+            policy.hold(micro);
+        }
+        done.map(|()| true)
+    }
+
+    fn step_over(&mut self, micro: &MicroBatches, mut timings: Timings) -> Result<()> {
         let device = micro.batches[0].tokens.device();
         // For repetitions with these batches.
         let random = &RandomState::capture(device)?;
@@ -311,8 +328,8 @@ impl Trainer {
             // The device's decision is added to the record when it is read.
             let scale = if self.scaler.device_scaler().is_some() { f64::NAN } else { self.scaler.current() };
             let computed = match self.captured.is_on() {
-                true => self.captured_step(&micro, (device, seed), random, &mut timings),
-                false => self.compute_seeded(&micro, (device, seed), &mut timings),
+                true => self.captured_step(micro, (device, seed), random, &mut timings),
+                false => self.compute_seeded(micro, (device, seed), &mut timings),
             };
             let (sums, decision) = match computed {
                 Ok(StepOutcome::Decided(sums, decision)) => (sums, decision),
@@ -329,7 +346,7 @@ impl Trainer {
         timings.total = self.last.elapsed().as_secs_f64();
         self.last = Instant::now();
         self.step += 1;
-        let MicroBatches { tokens, padding, targets, .. } = micro;
+        let &MicroBatches { tokens, padding, targets, .. } = micro;
         let learning_rate = self.optimizer.learning_rates().first().copied().unwrap_or(0.0);
         let (step, loss, accuracy) = (self.step, f64::NAN, None);
         let DoneStep { sums, parts, gradient_norm, skipped } = done;
@@ -337,6 +354,9 @@ impl Trainer {
             step,
             loss,
             accuracy,
+            rewards: None,
+            policy: None,
+            reference_point: None,
             router_aux_loss: None,
             learning_rate,
             gradient_norm,
@@ -348,8 +368,11 @@ impl Trainer {
             targets,
             timings,
         };
-        self.pending.push(Pending { record, denominator: micro.denominator(), sums, parts });
-        Ok(true)
+        let rewarded = micro.chosen_and_rejected();
+        let rollout = micro.rollout.as_ref().map(|rollout| (rollout.figures, rollout.learned));
+        let denominator = micro.denominator();
+        self.pending.push(Pending { record, denominator, rewarded, rollout, sums, parts });
+        Ok(())
     }
 
     /// [`Trainer::compute`] with the seeds of a step, which the host knows.
@@ -370,10 +393,13 @@ impl Trainer {
         denominator: &Tensor,
         timings: &mut Timings,
     ) -> Result<StepOutcome> {
-        let sums = self.gradients(micro, denominator, timings)?;
+        let (sums, point) = self.gradients(micro, denominator, timings)?;
         let started = Instant::now();
         let sums = Tensor::f_stack(&sums, 0)?;
-        let sums = sums.f_sum_dim_intlist([0].as_slice(), false, Kind::Double)?;
+        let mut sums = sums.f_sum_dim_intlist([0].as_slice(), false, Kind::Double)?;
+        if let Some(point) = point {
+            sums = Tensor::f_cat(&[sums, point.f_to_kind(Kind::Double)?.f_reshape([1])?], 0)?;
+        }
         self.optimizer.watch_loss(&sums.f_narrow(0, 0, 1)?);
         let decision = self.optimizer.unscale_and_clip(self.scaler.as_mut())?;
         timings.optimizer += started.elapsed().as_secs_f64();
@@ -404,71 +430,6 @@ impl Trainer {
             StepDecision::Device { .. } => (None, false),
         };
         Ok(DoneStep { sums, parts, gradient_norm, skipped })
-    }
-
-    /// Runs forward and backward of all micro-batches. Returns for each `[1 or 2]`, fp64: its summed loss and, if requested,
-    /// the number of correct predictions.
-    ///
-    /// `denominator`, an fp64 scalar on the device, is that of the loss.
-    fn gradients(
-        &mut self,
-        micro: &MicroBatches,
-        denominator: &Tensor,
-        timings: &mut Timings,
-    ) -> Result<Vec<Tensor>> {
-        let (mut sums, accuracy) = (Vec::new(), self.options.accuracy);
-        let coefficient = self.options.router_aux_loss;
-        let of_each = 1.0 / micro.batches.len() as f64;
-        // Over all micro-batches, so that a weight is cast once for all of them.
-        let _precision = self.enter_precision();
-        let share = self.share(micro.batches.len())?;
-        for (number, batch) in micro.batches.iter().enumerate() {
-            let owner = share.as_ref().map_or(Ok(Owner::Own), |share| share.begin(number))?;
-            if owner != Owner::Own {
-                let parts = 1 + i64::from(accuracy) + i64::from(coefficient > 0.0);
-                sums.push(Tensor::f_zeros([parts], (Kind::Double, batch.tokens.device()))?);
-            }
-            if owner == Owner::Other {
-                self.reduce(share.as_ref(), number, micro, timings)?;
-                continue;
-            }
-            if share.is_none() {
-                begin_step_part(number as u64);
-            }
-            self.optimizer.set_idle(owner == Owner::Idle);
-            let model = self.model.as_ref();
-            let balance = (coefficient > 0.0).then(|| balance_of(batch)).transpose()?;
-            let output = timed("forward", &mut timings.forward, || {
-                let sequence = share.as_ref().and_then(Share::sequence);
-                forward_over(model, batch, (true, accuracy), (balance.as_ref(), sequence))
-            })?;
-            let aux = timed("backward", &mut timings.backward, || {
-                let mut mean = output.sum.f_div(&denominator.f_to_kind(output.sum.kind())?)?;
-                let mut aux = None;
-                if let Some(balance) = &balance {
-                    let [total, own] = balance.add_to(&mean, coefficient * of_each)?;
-                    (mean, aux) = (total, Some(own.try_mul_scalar(of_each)?));
-                }
-                let loss = self.scaler.scale(&mean)?;
-                runtime::autograd::backward(&[&loss])?;
-                Ok(aux)
-            })?;
-            if owner == Owner::Own {
-                let parts = std::iter::once(&output.sum).chain(&output.correct).chain(&aux);
-                let parts =
-                    parts.map(|t| t.f_detach()?.f_to_kind(Kind::Double)).collect::<Result<Vec<_>, _>>()?;
-                sums.push(Tensor::f_stack(&parts, 0)?);
-            }
-            self.reduce(share.as_ref(), number, micro, timings)?;
-        }
-        match share {
-            Some(share) => share.end(&sums),
-            None => Ok(sums),
-        }
-    }
-
-    pub(crate) fn enter_precision(&self) -> Option<PolicyGuard> {
-        self.precision.clone().map(|policy| precision::enter(Some(policy)))
     }
 
     /// Calls every observer, also after one that fails. Returns the first failure.

@@ -42,10 +42,10 @@ fn the_files_that_the_report_names_exist() {
     report(missing.collect());
 }
 
-/// What travels to a GPU that is lent by the minute is 64 MiB at most: the tree, and a bundle of 28 MiB beside it.
+/// What travels to a GPU that is lent by the minute is 64 MiB at most: the tree, and a bundle of 27 MiB beside it.
 #[test]
 fn the_tree_leaves_room_for_a_bundle() {
-    const LIMIT: u64 = 36 << 20;
+    const LIMIT: u64 = 37 << 20;
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
     let size = |path: &str| std::fs::metadata(root.join(path)).map_or(0, |file| file.len());
     let mut sizes: Vec<(u64, String)> =

@@ -192,8 +192,7 @@ mod tests {
     #[test]
     fn equal_rows_are_counted_and_the_first_ones_named() {
         let mut found = Duplicates::default();
-        let row =
-            |tokens: [i64; 3], labels: [i64; 3]| MaskedRow { tokens: tokens.into(), labels: labels.into() };
+        let row = |tokens: [i64; 3], labels: [i64; 3]| MaskedRow::new(tokens.into(), labels.into());
         found.add("line 1", &row([1, 2, 3], [-100, 2, 3]));
         found.add("line 2", &row([1, 2, 3], [-100, -100, 3]));
         found.add("line 3", &row([1, 2, 4], [-100, 2, 4]));

@@ -5,7 +5,9 @@ use std::ops::ControlFlow;
 
 use anyhow::bail;
 use clap::{Args, ValueEnum};
-use frugal::rows::{Marks, marked};
+use frugal::dataloading::records::RecordFormat;
+use frugal::rows::{Found, Marks, marked};
+use frugal::training::masked_rows::MaskedRow;
 use report::cli::without_controls;
 use serde_json::json;
 
@@ -76,9 +78,13 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
             common.note(&format!("{place}: left out: {why}"));
         }
         for row in &rows {
-            let tokenizer = source.encoder.tokenizer();
+            let (tokenizer, rating) = (source.encoder.tokenizer(), rating(&source.found, row));
             if common.json {
-                print_line(&json!({ "place": place, "input_ids": row.tokens, "labels": row.labels }));
+                let mut line = json!({ "place": place, "input_ids": row.tokens, "labels": row.labels });
+                if let Some(rating) = rating {
+                    line["rating"] = json!(rating);
+                }
+                print_line(&line);
                 continue;
             }
             let text = marked(row, tokenizer, marks)?;
@@ -86,8 +92,9 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
             // A file's name may contain escape sequences for the terminal.
             let place = place.to_string();
             let place = without_controls(&place);
+            let rating = rating.map_or_else(String::new, |rating| format!("{rating}, "));
             print_coloured(&format!(
-                "── {place}: {tokens} tokens, {learned} learned\n{}\n",
+                "── {place}: {rating}{tokens} tokens, {learned} learned\n{}\n",
                 text.trim_end_matches('\n')
             ));
         }
@@ -97,4 +104,17 @@ pub(super) fn run(common: &Common, arguments: &Show) -> anyhow::Result<()> {
         bail!("no record is shown, because all are invalid; `{}` lists why", source.check);
     }
     Ok(())
+}
+
+/// What a row is among preferences.
+fn rating(found: &Found, row: &MaskedRow) -> Option<&'static str> {
+    let Found::Records(detected) = found else { return None };
+    let is_only = |only: RecordFormat| detected.formats.iter().all(|(format, _)| *format == only);
+    match row.weight > 0.0 {
+        true if is_only(RecordFormat::Preference) => Some("chosen"),
+        false if is_only(RecordFormat::Preference) => Some("rejected"),
+        true if is_only(RecordFormat::Rated) => Some("desirable"),
+        false if is_only(RecordFormat::Rated) => Some("undesirable"),
+        _ => None,
+    }
 }

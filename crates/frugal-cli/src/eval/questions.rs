@@ -2,19 +2,13 @@
 
 use std::path::Path;
 
-use anyhow::bail;
 use frugal::companion_files::CompanionFiles;
 use frugal::config::DataConfig;
-use frugal::dataloading::IGNORE_INDEX;
-use frugal::dataloading::Tokenizer;
-use frugal::dataloading::records::{self, Detected, RecordFormat};
-use frugal::rows::RowEncoder;
 use frugal::tasks::gsm8k::Accuracy;
-use frugal::tasks::questions::{Grader, Reference};
-use frugal::training::masked_rows::MaskedRow;
+use frugal::tasks::questions::Grader;
 use models::generation::{FinishReason, GenerationConfig, Generator};
 use report::Progress;
-use serde_json::{Value, json};
+use serde_json::json;
 
 use super::{Eval, Grader as GraderArg, json_lines};
 use crate::common_flags::Common;
@@ -22,14 +16,7 @@ use crate::flags::model::{Found, with_adapter};
 use crate::flags::rows::encoder;
 use crate::flags::tokenizer::Ends;
 use crate::output::print_fields;
-
-/// A question as the model reads it, and its answer.
-struct Question {
-    question: Value,
-    answer: String,
-    reference: Reference,
-    prompt: Vec<i64>,
-}
+use crate::questions;
 
 pub(super) fn run(
     common: &Common,
@@ -44,7 +31,14 @@ pub(super) fn run(
     let encoder = encoder(folder, companions.chat_template(data)?, data, &ends)?;
     let mut end_tokens = companions.end_tokens().to_vec();
     end_tokens.push(i64::from(ends.end));
-    let questions = read(path, arguments, &encoder, &mut end_tokens)?;
+    let grader = match arguments.grader {
+        GraderArg::Exact => Grader::Exact,
+        GraderArg::Contains => Grader::Contains,
+        GraderArg::Number => Grader::Number,
+        GraderArg::Regex => Grader::Regex,
+    };
+    let files = [path.to_owned()];
+    let questions = questions::read(&files, Some(grader), arguments.limit, &encoder, &mut end_tokens)?;
     // Hours of answers must not end with a file that cannot be written.
     let out = arguments.answers_file()?;
     let model = with_adapter(arguments.model.load(folder, device)?, found.adapter.as_deref())?;
@@ -61,15 +55,16 @@ pub(super) fn run(
         let prompts: Vec<Vec<i64>> = batch.iter().map(|question| question.prompt.clone()).collect();
         let answers = generator.generate(&prompts, &mut ())?;
         for (question, answer) in batch.iter().zip(answers) {
-            let text = text(encoder.tokenizer(), &answer.tokens)?;
-            let right = question.reference.accepts(&text);
+            let text = questions::text(encoder.tokenizer(), &answer.tokens)?;
+            let right = question.reference.as_ref().is_some_and(|reference| reference.accepts(&text));
             let is_cut =
                 matches!(answer.finish_reason, FinishReason::MaxNewTokens | FinishReason::MaxSequence);
             accuracy.add(right);
             cut += u64::from(is_cut);
             if out.is_some() {
                 lines.push(json!({
-                    "question": question.question, "answer": question.answer, "output": text, "right": right,
+                    "question": question.fields.get("question"), "answer": question.fields.get("answer"),
+                    "output": text, "right": right,
                     "tokens": answer.tokens.len(), "ended": !is_cut,
                 }));
             }
@@ -101,63 +96,4 @@ pub(super) fn run(
     }
     print_fields(common.json, fields);
     Ok(())
-}
-
-/// Reads the questions. A prompt is what a training on the same records reads before it learns; the tokens that end its answers are added
-/// to `end_tokens`.
-fn read(
-    path: &Path,
-    arguments: &Eval,
-    encoder: &RowEncoder,
-    end_tokens: &mut Vec<i64>,
-) -> anyhow::Result<Vec<Question>> {
-    let grader = match arguments.grader {
-        GraderArg::Exact => Grader::Exact,
-        GraderArg::Contains => Grader::Contains,
-        GraderArg::Number => Grader::Number,
-        GraderArg::Regex => Grader::Regex,
-    };
-    let detected = Detected { formats: vec![(RecordFormat::QuestionAnswer, 0)], ignored: Vec::new() };
-    let limit = arguments.limit.unwrap_or(usize::MAX);
-    let added: Vec<i64> = {
-        let tokenizer = encoder.tokenizer();
-        tokenizer.added_tokens().iter().filter_map(|token| tokenizer.id(token)).map(i64::from).collect()
-    };
-    let mut questions = Vec::new();
-    for record in records::read_all(&[path.to_owned()])?.take(limit) {
-        let record = record?;
-        let field = |name: &str| record.fields.get(name).cloned();
-        let (rows, _) = encoder.record(&record, &detected)?;
-        let (Some(row), Some(answer)) =
-            (rows.first(), field("answer").and_then(|text| Some(text.as_str()?.to_owned())))
-        else {
-            bail!("{}: nothing is to be answered; give `question` and `answer` as texts", record.location);
-        };
-        let reference = Reference::new(grader, &answer).map_err(|reason| record.location.error(reason))?;
-        let learned = row.labels.iter().position(|label| *label != IGNORE_INDEX).unwrap_or(0);
-        if learned == 0 {
-            bail!("{}: the question is empty", record.location);
-        }
-        end_tokens.extend(end_of(row, &added).filter(|end| !end_tokens.contains(end)));
-        let question = field("question").unwrap_or_default();
-        questions.push(Question { question, answer, reference, prompt: row.tokens[..learned].to_vec() });
-    }
-    if questions.is_empty() {
-        bail!(
-            "{}: there is no question in it; write {{\"question\": …, \"answer\": …}} on each line",
-            path.display()
-        );
-    }
-    Ok(questions)
-}
-
-/// The special token that ends the answer of a row, after which a template may write a line break.
-fn end_of(row: &MaskedRow, added: &[i64]) -> Option<i64> {
-    let learned = row.labels.iter().rev().copied().filter(|label| *label != IGNORE_INDEX);
-    learned.take(3).find(|label| added.contains(label))
-}
-
-fn text(tokenizer: &Tokenizer, tokens: &[i64]) -> anyhow::Result<String> {
-    let ids: Vec<u32> = tokens.iter().map(|id| u32::try_from(*id).unwrap_or(u32::MAX)).collect();
-    Ok(tokenizer.decode_known(&ids)?)
 }

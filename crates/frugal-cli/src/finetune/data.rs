@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 use frugal::companion_files::{CompanionFiles, turn_end};
-use frugal::config::{CONFIG_FILE, Config, DataConfig};
+use frugal::config::{CONFIG_FILE, Config, DataConfig, ObjectiveKind};
 use frugal::dataloading::chat::{ChatTemplate, Date};
-use frugal::dataloading::records::Splits;
+use frugal::dataloading::records::{RecordFormat, Splits};
 use frugal::dataloading::{self, Tokenizer};
 use frugal::models::hugging_face::Folder;
 use frugal::rows::{self, Cached, Found, Overlong, RowEncoder};
@@ -97,6 +97,7 @@ impl Data {
         }
         common.note(&found_text(&found, &splits, own));
         let has_validation = found == Found::Gsm8k || !splits.validation.is_empty();
+        check_objective(config, &found)?;
         unread::refuse_for_data(common, config, &found, has_validation)?;
         let is_chat = matches!(found, Found::Records(_)) && template.is_some();
         let turn_end = template.as_ref().and_then(|template| turn_end(template, &ends.tokenizer));
@@ -114,9 +115,11 @@ impl Data {
                     false => records(common, &encoder, &found, files, which, limit)
                         .map_err(|error| name_check(error, &files[0], config)),
                 };
-                let train = read(&splits.train, "training", own.limit)?;
+                let together = rows_of_record(config, &found)?;
+                let train =
+                    read(&splits.train, "training", own.limit.map(|limit| limit.saturating_mul(together)))?;
                 if splits.validation.is_empty() {
-                    held_out(common, config, &train)?
+                    held_out(common, config, &train, together)?
                 } else {
                     (train, read(&splits.validation, "validation", None)?)
                 }
@@ -178,17 +181,68 @@ impl Data {
     }
 }
 
+/// Checks that the data are those of the objective.
+///
+/// # Errors
+/// Pairs or rated answers without an objective over them, or the other way round.
+fn check_objective(config: &Config, found: &Found) -> anyhow::Result<()> {
+    let kind = config.objective.kind;
+    let formats: Vec<RecordFormat> = match found {
+        Found::Records(detected) => detected.formats.iter().map(|(format, _)| *format).collect(),
+        Found::Gsm8k | Found::Text => vec![RecordFormat::Text],
+    };
+    let (pairs, rated) =
+        (formats.contains(&RecordFormat::Preference), formats.contains(&RecordFormat::Rated));
+    let others =
+        formats.iter().any(|format| !matches!(format, RecordFormat::Preference | RecordFormat::Rated));
+    match kind {
+        ObjectiveKind::NextToken if pairs => bail!(
+            "the data have pairs of a `chosen` and a `rejected` answer; give --objective dpo (or ipo, orpo, simpo, cpo, kto), or write \
+             the chosen ones as `messages` or `completion` to learn them alone"
+        ),
+        ObjectiveKind::NextToken if rated => bail!(
+            "the data have answers with a `label`, true for desirable and false for undesirable ones; give --objective kto, or learn the \
+             desirable ones alone (`jq -c 'select(.label) | del(.label)' FILE`), or remove the column `label` if it has another meaning"
+        ),
+        ObjectiveKind::Kto if others || pairs && rated => bail!(
+            "--objective kto learns from rated answers: the data need `prompt`, `completion` and a `label` of true or false in each \
+             record, or `chosen` and `rejected` in each"
+        ),
+        _ if kind.is_preference() && kind != ObjectiveKind::Kto && (others || rated) => bail!(
+            "--objective {} learns from pairs of answers: the data need `chosen` and `rejected` in each record, with their `prompt`{}",
+            kind.name(),
+            if rated { "; answers with a `label` are for --objective kto" } else { "" }
+        ),
+        _ => Ok(()),
+    }
+}
+
+/// Rows that stay together when some are held out or left out: those of a record.
+fn rows_of_record(config: &Config, found: &Found) -> anyhow::Result<usize> {
+    let is_pairs = |(format, _): &(RecordFormat, usize)| *format == RecordFormat::Preference;
+    match found {
+        Found::Records(detected) if detected.formats.iter().all(is_pairs) => Ok(2),
+        _ => Ok(config.objective.grouping()?.rows()),
+    }
+}
+
 /// The training rows, and those of them that are held out for validation.
 ///
 /// # Errors
 /// None is held out although a person asks for that, or for evaluations; rows that cannot be read.
-fn held_out(common: &Common, config: &Config, rows: &MaskedRows) -> anyhow::Result<(MaskedRows, MaskedRows)> {
-    let (all, share) = (rows.len(), config.data.held_out);
-    let (train, held) = rows::hold_out(rows, share)?;
+fn held_out(
+    common: &Common,
+    config: &Config,
+    rows: &MaskedRows,
+    together: usize,
+) -> anyhow::Result<(MaskedRows, MaskedRows)> {
+    let share = config.data.held_out;
+    let (all, what) = (rows.len() / together, if together == 1 { "rows" } else { "pairs" });
+    let (train, held) = rows::hold_out(rows, together, share)?;
     if !held.is_empty() {
         common.note(&format!(
-            "{} of {all} rows are held out for validation, by their hash (--held-out 0 trains on all)",
-            held.len()
+            "{} of {all} {what} are held out for validation, by their hash (--held-out 0 trains on all)",
+            held.len() / together
         ));
     }
     let is_asked = common.asked.has("data.held_out") && share > 0.0;
@@ -196,11 +250,11 @@ fn held_out(common: &Common, config: &Config, rows: &MaskedRows) -> anyhow::Resu
         let flag = if is_asked { format!("--held-out {share}") } else { "--evaluate-every".to_owned() };
         let why = match all < rows::MIN_ROWS {
             true => format!(
-                "of {all} rows none is held out for validation, which takes {} rows at least",
+                "of {all} {what} none is held out for validation, which takes {} {what} at least",
                 rows::MIN_ROWS
             ),
             false => {
-                format!("of {all} rows none is held out for validation, because so many of them are equal")
+                format!("of {all} {what} none is held out for validation, because so many of them are equal")
             }
         };
         bail!("{flag}: {why}; give validation data as --validation, or leave it out");

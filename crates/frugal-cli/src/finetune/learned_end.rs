@@ -59,9 +59,8 @@ mod tests {
     fn the_token_that_ends_most_answers_is_found() {
         let tokenizer = Tokenizer::from_file(&embedded::folder().unwrap().join("tokenizer.json")).unwrap();
         let end = i64::from(tokenizer.id("<|endoftext|>").unwrap());
-        let row = |labels: &[i64]| MaskedRow {
-            tokens: labels.iter().map(|label| (*label).max(0)).collect(),
-            labels: labels.to_vec(),
+        let row = |labels: &[i64]| {
+            MaskedRow::new(labels.iter().map(|label| (*label).max(0)).collect(), labels.to_vec())
         };
         let rows = [row(&[IGNORE_INDEX, 70, end]), row(&[70, 71, end, 72]), row(&[70, 71])];
         let learned_end = |rows: &[MaskedRow], turn_end| {

@@ -34,6 +34,10 @@ pub(crate) fn note_optimizer(common: &Common, config: &Config, kind: Kind) {
         OptimizerRule::RmsProp => "RMSProp",
         OptimizerRule::Adam => "Adam",
         OptimizerRule::AdamW => "AdamW",
+        OptimizerRule::AdamW8bit => "8-bit AdamW",
+        OptimizerRule::Lion => "Lion",
+        OptimizerRule::Adafactor => "Adafactor",
+        OptimizerRule::Muon => "Muon",
         OptimizerRule::Sgd | OptimizerRule::Momentum | OptimizerRule::Nesterov | OptimizerRule::AdaGrad => {
             return;
         }

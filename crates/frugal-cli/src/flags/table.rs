@@ -8,7 +8,8 @@
 use clap::Arg;
 use frugal::config::{
     ActivationPlan, CaptureMode, CheckpointEvery, Compute, DataFormat, Dtype, LossHeadKind, MasterWeights,
-    NewTokenInit, OffloadMethod, OffloadTier, OptimizerPlace, OptimizerRule, Recomputed,
+    NewTokenInit, ObjectiveKind, OffloadMethod, OffloadTier, OptimizerPlace, OptimizerRule, Recomputed,
+    ReferenceKind,
 };
 use frugal::rows::Overlong;
 
@@ -114,7 +115,7 @@ const RUN: &str = "Run";
 /// A model and its data are in the file or among the assignments if no flag gives them.
 const IN_FILE: [&str; 2] = ["config", "set"];
 
-static TABLE: [&[Flag]; 26] = [
+static TABLE: [&[Flag]; 27] = [
     flags! { OPTIONS, FINETUNE;
         "model.name", "--model" ~ "--base-model" ~ "--model-name" ~ "--model-name-or-path" => text("NAME_OR_FOLDER"),
             "A folder in Hugging Face's layout, a GGUF file, a name in Ollama's store (ollama:NAME), a name on the hub, such as Qwen/Qwen2.5-0.5B, or the output folder of a training of all weights",
@@ -149,7 +150,10 @@ static TABLE: [&[Flag]; 26] = [
     flags! { DATA, FINETUNE;
         "data.source", "--data" ~ "--dataset" ~ "--dataset-name" => text("PATH"),
             "Training data: a file of records (.jsonl, .json, .csv, .tsv, .parquet, all but the last also .gz) with messages, prompts and completions, instructions, questions and answers, texts or token ids; a text file; or a folder with train.*, and validation.* if there is one",
-            |argument| argument.required_unless_present_any(IN_FILE);
+            |argument| argument.required_unless_present_any(["config", "set", "questions"]);
+        "data.source", "--questions" => text("PATH"),
+            "Questions for --objective grpo: a file of records with `question`, and `answer` unless a program grades",
+            |argument| argument.conflicts_with("data");
         "data.validation", "--validation" => path("FILE"),
             "Validation data: a file; a folder may have its own split, and GSM8K has one [default: the folder's validation.*]";
     },
@@ -234,6 +238,19 @@ static TABLE: [&[Flag]; 26] = [
     flags! { LOOP, TRAININGS;
         "", "--config" => path("FILE"), "Read every setting from a TOML file; flags override it";
     },
+    flags! { LOOP, FINETUNE;
+        "objective.kind", "--objective" ~ "--loss-type" ~ "--pref-loss" => choice::<ObjectiveKind>("OBJECTIVE"),
+            "What is learned: each next token, from pairs of a chosen and a rejected answer or from rated ones which are better, or to get rewards for the model's own answers [default: next-token]";
+        "objective.beta", "--beta" ~ "--pref-beta" => number("BETA"),
+            "β of dpo, ipo, simpo, cpo, kto and grpo, λ of orpo: how much the model may change for it [default: 0.1; for simpo: 2; for grpo: 0]";
+        "objective.reference", "--reference" => choice::<ReferenceKind>("REFERENCE"),
+            "Where dpo, ipo and kto take the log-probabilities of the model at the start from [default: auto]";
+        "rollout.grader", "--grader" => text("GRADER"),
+            "What rewards the answers of grpo: number, exact, contains or regex compare them with the question's, and a program (./grade.py) reads them as JSON lines and writes a number for each";
+        "rollout.samples", "--group-size" | "--num-generations" => whole("ANSWERS"), "Answers to each question of grpo [default: 8]";
+        "rollout.max_new_tokens", "--max-new-tokens" ~ "--max-completion-length" => whole("TOKENS"),
+            "Maximum tokens of an answer of grpo [default: 256]";
+    },
     flags! { LOOP, TRAININGS | PLAN;
         "training.steps", "--steps" | "--max-steps" => whole("STEPS"),
             "Optimizer steps; if --epochs is given too, training ends at whichever comes first [default: those of --epochs; for train: 100]";
@@ -242,7 +259,7 @@ static TABLE: [&[Flag]; 26] = [
     },
     flags! { LOOP, TRAININGS;
         "training.batch", "--batch-size" | "--batch" | "--per-device-train-batch-size" => whole("BATCH_SIZE"),
-            "Rows per batch [default: 4; for train: 8]";
+            "Rows per batch; pairs of an objective over pairs, answers of kto and grpo [default: 4; for train: 8]";
     },
     flags! { LOOP, TRAININGS | PLAN;
         "training.accumulation", "--accumulation" | "--gradient-accumulation-steps" ~ "--gradient-accumulation" ~ "--grad-accum" => whole("ACCUMULATION"),
@@ -293,7 +310,7 @@ static TABLE: [&[Flag]; 26] = [
         "optimizer.place", "--optimizer-on" => choice::<OptimizerPlace>("PLACE"),
             "Where the optimizer state of offloaded layers is stored and updated [default: device]";
     },
-    flags! { MEMORY, TRAININGS;
+    flags! { MEMORY, TRAININGS | PLAN;
         "optimizer.zero_stage", "--zero-stage" => Takes::One { name: "STAGE", parser: values::zero_stage },
             "ZeRO stage of a training over several ranks (`frugal launch`): 1 shards the optimizer state, 2 also the gradients, 3 also the layers' weights [default: auto, the fastest that the plan finds within the budget]";
         "optimizer.replicas", "--replicas" => whole("REPLICAS"),
@@ -305,17 +322,17 @@ static TABLE: [&[Flag]; 26] = [
         "precision.compute", "--precision" => choice::<Compute>("PRECISION"),
             "Precision of matrix products (autocast) [default: fp32, no autocast]";
         "optimizer.rule", "--optimizer" ~ "--optim" => choice::<OptimizerRule>("OPTIMIZER"),
-            "Update rule, with its usual coefficients [default: adamw]";
+            "Update rule, with its usual coefficients; bytes of state per weight: adamw 8, muon and lion 4, adamw8bit 2, adafactor nearly 0 [default: adamw]";
         "optimizer.master_weights", "--master-weights" => choice::<MasterWeights>("HOW"),
             "How trained weights in bf16 and fp16 take updates smaller than their last digit [default: auto]";
         "optimizer.lr", "--lr" | "--learning-rate" => number("LR"),
-            "Learning rate [default: 2e-4, with --method full 2e-5; for train: 1e-3]";
+            "Learning rate; with an objective over pairs 1e-5, and 1e-6 for all weights; with --optimizer lion a fifth of it [default: 2e-4, with --method full 2e-5; for train: 1e-3]";
         "optimizer.schedule", "--schedule" ~ "--lr-scheduler-type" => choice::<ScheduleArg>("SCHEDULE"),
             "Learning-rate schedule after warm-up [default: cosine; for train: constant]";
         "optimizer.warmup", "--warmup" ~ "--warmup-ratio" ~ "--warmup-steps" => number("SHARE_OR_STEPS"),
             "Warm-up steps; below 1, a share of all steps [default: 0.03; for train: 0]";
         "optimizer.weight_decay", "--weight-decay" => number("WEIGHT_DECAY"),
-            "Weight decay of matrices: decoupled for adamw, an L2 penalty for the others [default: 0; for train: 0.1]";
+            "Weight decay of matrices: an L2 penalty for sgd, momentum, nesterov, adagrad, rmsprop and adam, decoupled for the others; with --optimizer lion five times as much [default: 0; for train: 0.1]";
         "optimizer.clip", "--clip" ~ "--max-grad-norm" => number("CLIP"),
             "Maximum gradient norm; 0 for no clipping [default: 1; for train: 0]";
     },

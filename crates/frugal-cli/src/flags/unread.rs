@@ -4,7 +4,7 @@ use anyhow::bail;
 use dataloading::records::RecordFormat;
 use frugal::Config;
 use frugal::config::origins::values;
-use frugal::config::{ActivationPlan, Method, OffloadTier, ShapeFamily, Task, ZeroStage};
+use frugal::config::{ActivationPlan, Method, ObjectiveKind, OffloadTier, ShapeFamily, Task, ZeroStage};
 use frugal::rows::Found;
 
 use crate::common_flags::Common;
@@ -33,6 +33,7 @@ const OF_TEMPLATES: [&str; 4] = ["data.chat_template", "data.template_arguments"
 /// The first such key, with what does read it.
 pub(crate) fn refuse(common: &Common, config: &Config) -> anyhow::Result<()> {
     let is_train = config.task == Task::Train;
+    let samples_answers = config.objective.kind == ObjectiveKind::Grpo;
     let has_documents = !config.data.is_synthetic();
     let has_shape = config.model.name.is_none();
     let has_depth = config.model.shape.as_ref().is_some_and(|shape| shape.family == ShapeFamily::Gpt2);
@@ -54,6 +55,7 @@ pub(crate) fn refuse(common: &Common, config: &Config) -> anyhow::Result<()> {
                 "data.prompt_template",
                 "data.completion_template",
                 "data.format",
+                "objective",
                 "training.samples",
                 "training.baseline",
                 "model.revision",
@@ -64,6 +66,26 @@ pub(crate) fn refuse(common: &Common, config: &Config) -> anyhow::Result<()> {
             readers: FINETUNE,
         },
         Readers { keys: &OF_GSM8K, are_read: !is_train, readers: FINETUNE },
+        Readers {
+            keys: &["rollout"],
+            are_read: samples_answers,
+            readers: "it is read with `objective.kind = \"grpo\"`, which learns from the model's own answers",
+        },
+        Readers {
+            keys: &[
+                "data.held_out",
+                "data.mask",
+                "data.overlong",
+                "data.max_length",
+                "data.format",
+                "data.field",
+                "data.prompt_template",
+                "data.completion_template",
+                "training.samples",
+            ],
+            are_read: !samples_answers,
+            readers: "with `objective.kind = \"grpo\"` the data are questions, and rows are the model's own answers",
+        },
         Readers {
             keys: &["data.strategy", "data.workers", "data.vocabulary", "model.shape"],
             are_read: is_train,
@@ -142,7 +164,13 @@ pub(crate) fn refuse_for_data(
     let is_of = |format: RecordFormat| formats.iter().any(|(own, _)| *own == format);
     let is_rendered =
         formats.iter().any(|(format, _)| !matches!(format, RecordFormat::Text | RecordFormat::Tokens));
+    let has_preferences = config.objective.kind.is_preference();
     let rules = [
+        Readers {
+            keys: &["data.mask"],
+            are_read: !has_preferences,
+            readers: "an objective over preferences learns what follows the prompt",
+        },
         Readers { keys: &OF_GSM8K, are_read: is_problems, readers: GSM8K },
         Readers {
             keys: &["data.field"],

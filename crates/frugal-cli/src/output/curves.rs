@@ -63,13 +63,36 @@ impl Observer for Curves {
         ];
         values.extend(record.gradient_norm.map(|norm| ("train/gradient_norm", norm)));
         values.extend(record.router_aux_loss.map(|aux| ("train/router_aux_loss", aux)));
+        if let Some([chosen, rejected]) = record.rewards {
+            let margin = ("rewards/margin", chosen - rejected);
+            let rewards = [("rewards/chosen", chosen), ("rewards/rejected", rejected), margin];
+            // A step may have answers of one kind alone.
+            values.extend(rewards.into_iter().filter(|(_, reward)| reward.is_finite()));
+            values.extend(record.reference_point.map(|point| ("rewards/reference_point", point)));
+            values.extend(record.accuracy.map(|accuracy| ("rewards/accuracy", accuracy)));
+        }
+        if let Some(policy) = record.policy {
+            let rollout = policy.rollout;
+            values.extend([
+                ("rewards/mean", rollout.reward),
+                ("rewards/deviation", rollout.reward_deviation),
+                ("rewards/equal_groups", rollout.equal_groups),
+                ("rollout/answer_tokens", rollout.length),
+                ("rollout/cut_answers", rollout.cut),
+                ("rollout/divergence", policy.divergence),
+                ("rollout/clipped", policy.clipped),
+            ]);
+        }
         self.scalars(record.step, &values)?;
         self.refresh();
         Ok(())
     }
 
     fn on_evaluation(&mut self, evaluation: &Evaluation) -> training::Result<()> {
-        let values = [("validation/loss", evaluation.loss), ("validation/accuracy", evaluation.accuracy)];
+        let values = match evaluation.reward {
+            Some(reward) => vec![("validation/reward", reward)],
+            None => vec![("validation/loss", evaluation.loss), ("validation/accuracy", evaluation.accuracy)],
+        };
         self.scalars(evaluation.step, &values)
     }
 

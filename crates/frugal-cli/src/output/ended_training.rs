@@ -40,6 +40,10 @@ pub(crate) fn report(common: &Common, out: Option<&Path>, ended: &Ended<'_>, res
             "steps": step, "trainable": parameters.trainable, "parameters": parameters.total, "first_loss": losses.first,
             "last_loss": losses.last, "validation_loss": losses.validation,
         });
+        if let Some([first, last]) = losses.rewards {
+            (line["first_reward"], line["last_reward"]) = (json!(first), json!(last));
+            line["validation_reward"] = json!(losses.validation.map(|loss| -loss));
+        }
         if let Some((what, path)) = result {
             line[what] = json!(path);
         }
@@ -58,7 +62,7 @@ pub(crate) fn report(common: &Common, out: Option<&Path>, ended: &Ended<'_>, res
         ),
         None => common.note(&summary::losses_text(step, losses)),
     }
-    if let Losses { before: Some(before), validation: Some(after), .. } = losses
+    if let Losses { before: Some(before), validation: Some(after), rewards: None, .. } = losses
         && after > before * (1.0 + WORSE)
     {
         common.note("note: the validation loss is higher than before the training; give a lower --lr, fewer --epochs, or more data",

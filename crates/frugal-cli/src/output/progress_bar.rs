@@ -86,7 +86,14 @@ impl Display {
         };
         // As long as there is room for beside a bar on 80 columns.
         let aux = record.router_aux_loss.map_or_else(String::new, |aux| format!(", routers {aux:.3}"));
-        format!("loss {:.3}{aux}{validation}{left} {:.0} tokens/s{memory}", record.loss, self.rate)
+        let reward =
+            record.policy.map_or_else(String::new, |policy| format!(", reward {:.3}", policy.rollout.reward));
+        let right = record.rewards.and(record.accuracy);
+        let right = right.map_or_else(String::new, |right| format!(", {:.0} % right", 100.0 * right));
+        format!(
+            "loss {:.3}{aux}{right}{reward}{validation}{left} {:.0} tokens/s{memory}",
+            record.loss, self.rate
+        )
     }
 }
 
@@ -127,7 +134,7 @@ impl Observer for Display {
     }
 
     fn on_evaluation(&mut self, evaluation: &Evaluation) -> Result<()> {
-        self.validation = Some(evaluation.loss);
+        self.validation = Some(evaluation.reward.unwrap_or(evaluation.loss));
         Ok(())
     }
 

@@ -72,6 +72,12 @@ pub(crate) fn html(folder: &Path, state: Option<State>) -> anyhow::Result<String
     let axes = |title, y| CurveAxes { title, x: "step", y };
     for (title, y, lines) in [
         ("Loss", "loss (nats)", vec![("training", &log.loss), ("validation", &log.validation)]),
+        ("Rewards", "reward", vec![("chosen", &log.rewards[0]), ("rejected", &log.rewards[1])]),
+        ("Accuracy", "fraction", vec![("chosen above rejected", &log.rewards[2])]),
+        ("Mean reward", "reward", vec![("training", &log.policy[0]), ("validation", &log.policy[1])]),
+        ("Answers", "tokens", vec![("mean length", &log.policy[2])]),
+        ("Divergence", "nats", vec![("from the reference", &log.policy[3])]),
+        ("Reference point", "nats", vec![("divergence from the reference", &log.rewards[3])]),
         ("Learning rate", "learning rate", vec![("learning rate", &log.learning_rate)]),
         ("Gradient norm", "norm before clipping", vec![("gradient norm", &log.norm)]),
         ("Speed", "tokens/s", vec![("tokens per second", &log.rate)]),
@@ -111,6 +117,10 @@ struct Log {
     validation: Points,
     learning_rate: Points,
     norm: Points,
+    /// Rewards of chosen and of rejected answers, the fraction that is right, and z₀ of rated answers.
+    rewards: [Points; 4],
+    /// Of answers: their mean reward, that of the validation data, their mean length, and the divergence.
+    policy: [Points; 4],
     rate: Points,
     /// The latest tokens per second.
     latest_rate: Option<f64>,
@@ -137,6 +147,14 @@ impl Log {
             push(&mut log.validation, number("validation_loss"));
             push(&mut log.learning_rate, number("learning_rate"));
             push(&mut log.norm, number("gradient_norm"));
+            let keys = ["chosen_reward", "rejected_reward", "accuracy", "reference_point"];
+            let of_policy = ["reward", "validation_reward", "answer_tokens", "divergence"];
+            for (points, key) in log.policy.iter_mut().zip(of_policy) {
+                push(points, number(key));
+            }
+            for (points, key) in log.rewards.iter_mut().zip(keys) {
+                push(points, number(key));
+            }
             if let (Some(tokens), Some(seconds)) = (number("tokens"), number("seconds")) {
                 log.latest_rate = Some(tokens / seconds.max(1e-9));
                 push(&mut log.rate, log.latest_rate);
@@ -155,15 +173,22 @@ fn figures(record: &RunRecord, log: &Log, losses: Losses) -> String {
     let mut all: Vec<(&str, String)> = Vec::new();
     let of = if record.steps > 0 { format!(" of {}", grouped(record.steps.into())) } else { String::new() };
     all.push(("step", format!("{}{of}", grouped(log.step.into()))));
-    if let (Some(first), Some(last)) = (losses.first, losses.last) {
+    if let Some([first, last]) = losses.rewards {
+        all.push(("mean reward", format!("{first:.3} → {last:.3}")));
+    } else if let (Some(first), Some(last)) = (losses.first, losses.last) {
         all.push(("training loss", format!("{} → {}", loss(first), loss(last))));
     }
+    let (sign, of_validation) = match losses.rewards {
+        Some(_) => (-1.0, ["validation reward", "best validation reward"]),
+        None => (1.0, ["validation loss", "best validation loss"]),
+    };
+    let loss = |value: f64| loss(sign * value);
     if let Some(after) = losses.validation {
         let before = losses.before.map_or_else(String::new, |before| format!("{} → ", loss(before)));
-        all.push(("validation loss", format!("{before}{}", loss(after))));
+        all.push((of_validation[0], format!("{before}{}", loss(after))));
     }
     if let Some((best, step)) = losses.best {
-        all.push(("best validation loss", format!("{} at step {step}", loss(best))));
+        all.push((of_validation[1], format!("{} at step {step}", loss(best))));
     }
     if let Some(rate) = log.latest_rate {
         all.push(("speed", format!("{rate:.0} tokens/s")));

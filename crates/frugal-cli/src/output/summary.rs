@@ -28,6 +28,14 @@ pub(crate) struct Sample {
 /// Steps and losses as text.
 pub(crate) fn losses_text(step: u64, losses: Losses) -> String {
     let mut text = counted(step, "step");
+    if let Some([first, last]) = losses.rewards {
+        text += &format!(", mean reward {first:.3} to {last:.3}");
+        if let Some(loss) = losses.validation {
+            let before = losses.before.map_or_else(String::new, |before| format!("{:.3} to ", -before));
+            text += &format!(", validation reward {before}{:.3}", -loss);
+        }
+        return text;
+    }
     if let (Some(first), Some(last)) = (losses.first, losses.last) {
         text += &format!(", training loss {first:.4} to {last:.4}");
     }

@@ -1,4 +1,4 @@
-//! `frugal plan`: the ways to run a step within a budget, at this machine's measured rates or at a GPU's.
+//! `frugal plan`: the ways to run a step within a budget, in one process or over several ranks, at this machine's measured rates or at a GPU's.
 
 mod compare;
 mod ranks;
@@ -13,7 +13,6 @@ use accounting::Decoder;
 use accounting::decoder_flops::Workload;
 use accounting::lora::{LowRank, Targets};
 use accounting::memory::quantized;
-use accounting::memory::recipe::Recipe as AccountedRecipe;
 use accounting::offload::sizes::Choices;
 use accounting::offload::{AvailableMemory, Direction, Gpu, Rates, StepCosts, gpu, sizes};
 use accounting::quantity::{bytes_text, grouped, parse_bytes};
@@ -100,7 +99,7 @@ pub(crate) struct Conditions {
     pub(crate) planned: PlannedStep,
     machine: MachineRates,
     budget: Budget,
-    /// The memory for tensors, of one rank if several share the machine.
+    /// The memory for tensors, of one rank if there are several.
     pub(crate) memory: AvailableMemory,
     on_cpu: bool,
     /// Ranks that share the machine.
@@ -140,7 +139,7 @@ fn hiding_json(hiding: &[(Direction, u64)]) -> Value {
 /// # Errors
 /// Inference, and several ranks; those of the plan.
 pub(crate) fn training_ways(common: &Common, arguments: &StepArgs) -> anyhow::Result<(Conditions, Ways)> {
-    if arguments.is_inference() || arguments.ranks.ranks > 1 {
+    if arguments.is_inference() || arguments.has_ranks() {
         bail!(
             "this is answered for a training in one process; `frugal plan` with the same flags shows the peak's parts"
         );
@@ -152,7 +151,7 @@ pub(crate) fn training_ways(common: &Common, arguments: &StepArgs) -> anyhow::Re
 
 pub(crate) fn run(common: &Common, arguments: &StepArgs) -> anyhow::Result<()> {
     let conditions = conditions(common, arguments)?;
-    match arguments.is_inference() || arguments.ranks.ranks > 1 {
+    match arguments.is_inference() {
         true => compare::run(common, arguments, &conditions),
         false => search::run(common, arguments, &conditions),
     }
@@ -171,14 +170,15 @@ fn conditions(common: &Common, arguments: &StepArgs) -> anyhow::Result<Condition
     let on_cpu = device == Device::Cpu;
     let sharing = arguments.ranks.sharing(on_cpu);
     let machine = shared(arguments.rates(&planned)?, sharing);
-    let budget = arguments.budget(&planned.config, device)?;
-    let host = arguments.host_budget.map(|budget| budget.0 / sharing);
-    let memory = AvailableMemory { device: fitting(budget.free())? / sharing, host };
+    let budget = arguments.budget(&planned.config, device, sharing)?;
+    let host = arguments.host_budget.map(|budget| budget.0);
+    let memory = AvailableMemory { device: fitting(budget.free())?, host };
     Ok(Conditions { planned, machine, budget, memory, on_cpu, sharing })
 }
 
 /// The step of the flags, checked.
 fn planned(arguments: &StepArgs, device: Device) -> anyhow::Result<PlannedStep> {
+    arguments.check_ranks()?;
     // The model, and the training that finetune would have.
     let (model, config) =
         new_tokens::added(&arguments.model, arguments.model.decoder()?, arguments.config()?)?;
@@ -190,7 +190,6 @@ fn planned(arguments: &StepArgs, device: Device) -> anyhow::Result<PlannedStep> 
     if !arguments.is_inference() {
         Recipe::new(&config)?;
     }
-    arguments.ranks.check(arguments)?;
 
     // Where offloaded layers are.
     let on_cpu = device == Device::Cpu;
@@ -208,8 +207,7 @@ fn planned(arguments: &StepArgs, device: Device) -> anyhow::Result<PlannedStep> 
 
     // The work, and what is trained.
     let work = Workload { batch: config.training.batch as u64, sequence: tokens };
-    let is_one_batch = arguments.is_inference() || arguments.ranks.ranks > 1;
-    let batches = if is_one_batch { 1 } else { config.training.accumulation as u64 };
+    let batches = if arguments.is_inference() { 1 } else { config.training.accumulation as u64 };
     let weights = quantized::model_bytes(&model, &format.recipe())?;
     let low_rank = |adapter| planning::low_rank(adapter, &shape(&model), on_cpu).map_err(not_predicted);
     let lora = config.adapter.as_ref().map(low_rank).transpose()?;
@@ -226,7 +224,9 @@ fn planned(arguments: &StepArgs, device: Device) -> anyhow::Result<PlannedStep> 
     if rows > 0 {
         trains += &format!(" and {} of tokens", counted(rows, "row"));
     }
-    Ok(PlannedStep { config, model, lora, work, batches, format, device, tier, weights, trains })
+    let planned = PlannedStep { config, model, lora, work, batches, format, device, tier, weights, trains };
+    arguments.check_division(&planned)?;
+    Ok(planned)
 }
 
 /// The error where nothing fits, with what suffices. `ways` are the bytes that each takes on the device and on the host.
@@ -235,19 +235,19 @@ pub(crate) fn nothing_fits(
     conditions: &Conditions,
     ways: impl Iterator<Item = (u64, u64)> + Clone,
 ) -> anyhow::Error {
-    let Conditions { planned, budget, memory, sharing, .. } = conditions;
+    let Conditions { planned, budget, memory, .. } = conditions;
     let fitting_device = ways.clone().filter(|(device, _)| *device <= memory.device);
     let message = match (arguments.host_budget, fitting_device.map(|(_, host)| host).min()) {
         (Some(given), Some(host)) => format!(
             "nothing fits a host budget of {}: the ways that fit the device take {} of host memory at least; give --host-budget {}MiB",
             bytes_text(given.0),
             bytes_text(host),
-            (host * sharing).div_ceil(1 << 20)
+            host.div_ceil(1 << 20)
         ),
         _ => {
             let least = ways.map(|(device, _)| device).min();
             let least = least.map_or_else(String::new, |least| {
-                let suffices = budget.for_tensors(least * sharing) >> 20;
+                let suffices = budget.for_tensors(least) >> 20;
                 format!("; the least takes {} for tensors; give --budget {suffices}MiB,", bytes_text(least))
             });
             let fewer = match &planned.lora {
@@ -263,17 +263,19 @@ pub(crate) fn nothing_fits(
 
 /// The table's first lines: parameters, budget, rates, and the work of a step.
 fn head(arguments: &StepArgs, conditions: &Conditions) -> anyhow::Result<Vec<(String, String)>> {
-    let Conditions { planned, machine, budget, memory, sharing, .. } = conditions;
+    let Conditions { planned, machine, budget, memory, .. } = conditions;
     let parameters = grouped(planned.model.parameters()?.into());
     let source = match arguments.hardware {
         Some(gpu) => format!("{} in {}", gpu.name, planned.format.recipe().compute),
         None => "measured".to_owned(),
     };
-    let of_a_rank = if *sharing > 1 { " of a rank" } else { "" };
+    let over =
+        if arguments.has_ranks() { format!(" over {} ranks", arguments.ranks.ranks) } else { String::new() };
+    let of_each = if arguments.has_ranks() { " of each rank" } else { "" };
     Ok(vec![
         ("parameters".to_owned(), format!("{parameters} ({})", bytes_text(planned.weights))),
-        ("budget".to_owned(), budget_text(budget)),
-        (format!("  for tensors{of_a_rank}"), bytes_text(memory.device)),
+        ("budget".to_owned(), budget_text(budget) + of_each),
+        ("  for tensors".to_owned(), bytes_text(memory.device)),
         (
             source,
             format!(
@@ -281,11 +283,16 @@ fn head(arguments: &StepArgs, conditions: &Conditions) -> anyhow::Result<Vec<(St
                 machine.flops, machine.bandwidth, machine.transfers.load
             ),
         ),
-        ("step".to_owned(), planned.work_text()),
+        ("step".to_owned(), planned.work_text() + &over),
     ])
 }
 
 impl PlannedStep {
+    /// Ranks that divide each row.
+    fn sequence_ranks(&self) -> u64 {
+        self.config.training.sequence_parallel_size as u64
+    }
+
     /// Describes the trained parameters and the tokens of a step.
     pub(crate) fn work_text(&self) -> String {
         let Workload { batch, sequence } = self.work;
@@ -347,8 +354,13 @@ impl StepArgs {
                 "--recompute-what changes nothing without --activations recompute or every-k; give one of them"
             );
         }
-        if !given.origins().has("training.batch") && (self.is_inference() || self.ranks.ranks > 1) {
+        if !given.origins().has("training.batch") && (self.is_inference() || self.has_ranks()) {
             config.training.batch = 1;
+        }
+        // A micro-batch for each rank, or group of ranks that divide its rows.
+        if !given.origins().has("training.accumulation") && self.has_ranks() {
+            let groups = self.ranks.ranks / (config.training.sequence_parallel_size as u64).max(1);
+            config.training.accumulation = usize::try_from(groups)?.max(1);
         }
         Ok(config)
     }
@@ -381,7 +393,7 @@ impl StepArgs {
             _ if trains_all => {
                 bail!("--dtype {name}: quantized weights cannot be trained; give --method lora")
             }
-            _ if self.ranks.ranks > 1 => {
+            _ if self.has_ranks() => {
                 bail!("--dtype {name}: a plan over several ranks is made for float32 and bfloat16")
             }
             _ => {}
@@ -404,22 +416,18 @@ impl StepArgs {
         }
     }
 
-    /// The memory limit: of the process or of this machine's GPU, or of one that is named.
-    fn budget(&self, config: &Config, device: Device) -> anyhow::Result<Budget> {
+    /// The memory limit of one of `sharing` processes on this machine, of its GPU, or of a GPU that is named.
+    fn budget(&self, config: &Config, device: Device, sharing: u64) -> anyhow::Result<Budget> {
         let given = config.training.budget.map(|budget| budget.0);
         Ok(match self.hardware {
             Some(gpu) => Budget::of_gpu(given, gpu.data_sheet()?.memory),
-            None => Budget::given_or_default(given, device, 1)?,
+            None => Budget::given_or_default(given, device, usize::try_from(sharing)?)?,
         })
     }
 
-    fn costs(
-        &self,
-        planned: &PlannedStep,
-        machine: &MachineRates,
-        sequence_ranks: u64,
-    ) -> anyhow::Result<StepCosts> {
-        let &PlannedStep { ref model, ref config, ref lora, work, format, .. } = planned;
+    /// The costs of a forward pass.
+    fn costs(&self, planned: &PlannedStep, machine: &MachineRates) -> anyhow::Result<StepCosts> {
+        let &PlannedStep { ref model, ref config, work, format, .. } = planned;
         let kind = format.kind;
         let vocabulary = i64::try_from(model.vocabulary).unwrap_or(i64::MAX);
         let loss_tokens = match config.loss.chunk_tokens {
@@ -427,21 +435,8 @@ impl StepArgs {
             None => planning::loss_chunk(vocabulary, kind, planned.device),
         };
         let choices = planning::choices((kind, planned.device), machine, loss_tokens);
-        let choices = Choices { recipe: self.recipe(planned), sequence_ranks, ..choices };
-        Ok(match lora {
-            Some(lora) => sizes::adapters(model, lora, work, None, &choices)?,
-            None if self.is_inference() => sizes::inference(model, work, &choices)?,
-            None => sizes::training(model, work, &choices)?,
-        })
-    }
-
-    /// The number formats of the step.
-    fn recipe(&self, planned: &PlannedStep) -> AccountedRecipe {
-        let PlannedStep { config, format, .. } = planned;
-        match config.adapter.is_none() && !self.is_inference() {
-            true => planning::trained_recipe(format.kind, config.optimizer.master_weights.keeps_copies()),
-            false => format.recipe(),
-        }
+        let choices = Choices { recipe: format.recipe(), ..choices };
+        Ok(sizes::inference(model, work, &choices)?)
     }
 
     /// Tokens of a step from which on loads hide behind compute, for each pass.
@@ -452,11 +447,6 @@ impl StepArgs {
         variant: Option<&Variant>,
     ) -> anyhow::Result<Vec<(Direction, u64)>> {
         let Some(plan) = variant.and_then(|variant| variant.plan.as_ref()) else { return Ok(Vec::new()) };
-        let passes: &[Direction] = match &planned.lora {
-            Some(_) => &[Direction::Forward, Direction::FrozenBackward],
-            None if self.is_inference() => &[Direction::Forward],
-            None => &[Direction::Forward, Direction::Backward],
-        };
         let bytes = match planned.format {
             // Of all weights: those of a layer's are not known apart.
             WeightFormat { stored: Some(_), .. } => {
@@ -465,9 +455,7 @@ impl StepArgs {
             format if format.recipe().is_quantized() => quantized::NF4_WEIGHT_BYTES,
             format => format.kind.elt_size_in_bytes() as f64,
         };
-        let least = |&pass: &Direction| -> anyhow::Result<_> {
-            Ok((pass, plan.least_tokens(machine.flops, &machine.transfers, bytes, pass)?))
-        };
-        passes.iter().map(least).collect()
+        let pass = Direction::Forward;
+        Ok(vec![(pass, plan.least_tokens(machine.flops, &machine.transfers, bytes, pass)?)])
     }
 }

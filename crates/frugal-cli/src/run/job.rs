@@ -5,17 +5,23 @@
 
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
+use std::sync::Arc;
 
 use frugal::config::Bytes;
 use frugal::dataloading::Batch;
+use frugal::lora::Adapters;
 use frugal::models::module::{LanguageModel, ParameterCount};
 use frugal::recipe::{Handles, Prepared};
 use frugal::run_folder::MODEL;
 use frugal::training::activations::LayerPlan;
+use frugal::training::masked_rows::MaskedBatches;
+use frugal::training::policy::{Policy, PolicyConfig, Rewards};
+use frugal::training::preference::{InTurns, Switch, log_probabilities_of_rows};
 use frugal::training::step_tracing::Loading;
 use frugal::training::{Batches, Trainer};
 use frugal::{Config, Recipe};
 use runtime::memory::Limit;
+use runtime::precision;
 use serde_json::{Value, json};
 use tch::Device;
 
@@ -31,6 +37,9 @@ use crate::run::diagnosis::{Diagnose, diagnose};
 use crate::run::plan::{PlannedTraining, RunPlan};
 use crate::run::ranks;
 use crate::run::training::{Run, Trained, name_budget, name_resume};
+
+/// Numbers of a token, in widths of the model, that exist at a time while a layer reads a question.
+const WIDTHS: u64 = 16;
 
 /// How a training starts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -291,6 +300,49 @@ impl<'a> Ready<'a> {
     /// The rows at a time with which an evaluation fits the budget; `None` where it is not predicted.
     pub(crate) fn evaluation_rows(&self) -> Option<usize> {
         self.run.plan.evaluation_rows()
+    }
+
+    /// The answers that can be generated at a time, each with a question as a row of `longest` positions: their caches and the work on
+    /// them take what the budget leaves beside the weights and the optimizer's state.
+    ///
+    /// # Errors
+    /// A system that does not count.
+    pub(crate) fn rows_generated(&self, longest: usize, samples: usize) -> anyhow::Result<usize> {
+        let model = self.trainer.model.as_ref();
+        let left = self.run.plan.left_of(self.parameters().trainable)?;
+        let (shape, vocabulary) = (model.cache_shape(), model.vocabulary().unsigned_abs());
+        let of_cache = shape.map_or(0, |shape| shape.bytes_per_token()) * longest as u64;
+        // Logits in fp32, their copy and their probabilities; and a layer's activations of a question that several answers share.
+        let of_logits = 3 * 4 * vocabulary;
+        let width = model.config()["hidden_size"].as_u64().unwrap_or(0);
+        let of_prompt = 4 * WIDTHS * width * longest as u64 / samples.max(1) as u64;
+        Ok(usize::try_from(left / (of_cache + of_logits + of_prompt).max(1)).unwrap_or(usize::MAX).max(1))
+    }
+
+    /// Learns from rewards.
+    ///
+    /// # Errors
+    /// An option outside its range.
+    pub(crate) fn learn_from(
+        &mut self,
+        config: PolicyConfig,
+        rewards: Box<dyn Rewards>,
+    ) -> anyhow::Result<()> {
+        let switch = self.handles.adapters.as_ref().map(Adapters::switch);
+        let switch = switch.map(|switch| -> Switch { Box::new(move || Ok(Box::new(switch.disable()?))) });
+        self.trainer.policy = Some(Policy::new(config, rewards, switch)?);
+        Ok(())
+    }
+
+    /// The log-probabilities of rows by the model as it is before a checkpoint is read.
+    ///
+    /// # Errors
+    /// Errors of the rows and of the model.
+    pub(crate) fn log_probabilities(&self, rows: &MaskedBatches) -> anyhow::Result<Arc<[f32]>> {
+        let _precision = self.trainer.precision.clone().map(|policy| precision::enter(Some(policy)));
+        let (ranks, together) = (self.trainer.optimizer.ranks(), self.trainer.optimizer.passes_communicate());
+        let turns = ranks.as_ref().map(|ranks| InTurns { ranks, together });
+        Ok(log_probabilities_of_rows(self.trainer.model.as_ref(), rows, turns)?)
     }
 
     /// Trains to the end. `before` is called before the first step.

@@ -38,6 +38,9 @@ pub(crate) const MEASURING: u64 = 768 << 20;
 /// million parameters takes three quarters of the time with it.
 const CACHE_SLACK: u8 = 25;
 
+/// Bytes of a trained number: its gradient and AdamW's moments.
+const TRAINED_BYTES: u64 = 12;
+
 /// The properties of a training that decide its plan.
 pub(crate) struct PlannedTraining<'a> {
     /// The model's shape; `None` for one whose activations are not predicted.
@@ -204,6 +207,15 @@ impl RunPlan {
     /// The rows at a time with which an evaluation fits the budget; `None` where it is not predicted.
     pub(crate) fn evaluation_rows(&self) -> Option<usize> {
         self.prediction.as_ref().ok()?.evaluation.as_ref().map(|(rows, _)| *rows)
+    }
+
+    /// The bytes that the budget leaves beside the tensors there are, when `trained` numbers have gradients and optimizer states, too.
+    ///
+    /// # Errors
+    /// A system that does not count.
+    pub(crate) fn left_of(&self, trained: u64) -> anyhow::Result<u64> {
+        let live = runtime::memory::live_bytes(self.device)?;
+        Ok(self.budget.tensors().saturating_sub(live + TRAINED_BYTES * trained))
     }
 
     /// The configuration that runs in the chosen way.

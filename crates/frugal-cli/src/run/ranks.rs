@@ -8,10 +8,10 @@ use std::time::{Duration, SystemTime};
 use anyhow::{Context, bail};
 use frugal::{Config, Recipe};
 use report::cli::Failure;
-use runtime::collectives::{Group, GroupConfig, Launch, Store};
+use runtime::collectives::{Group, GroupConfig, Launch, ReduceConfig, Store};
 use serde_json::{Value, json};
 use sharding::Mesh;
-use tch::Device;
+use tch::{Device, Tensor};
 
 use super::rank_group::Ranks;
 use crate::common_flags::Common;
@@ -56,7 +56,7 @@ pub(crate) fn with_status(error: anyhow::Error) -> anyhow::Error {
 ///
 /// # Errors
 /// Any error of the training; invalid variables of the launcher; ranks that do not come, or have another configuration; techniques that do
-/// not go together with several ranks. Of an interruption, on rank 0 alone.
+/// not go together with several ranks. Of an interruption, on the first rank of each machine.
 pub(crate) fn run(
     common: &Common,
     config: &Config,
@@ -68,7 +68,13 @@ pub(crate) fn run(
         // Rank 0 keeps what the others need to say that they have come to their end.
         Some(ranks) if result.as_ref().err().is_none_or(|error| error.is::<Interrupted>()) => {
             ranks.preparation.barrier("end")?;
-            if ranks.is_first() { result } else { Ok(()) }
+            match result {
+                Err(_) if ranks.is_first() => result,
+                Err(_) if ranks.launch.local_rank == 0 => {
+                    Err(Interrupted("interrupted; rank 0 says after which step".to_owned()).into())
+                }
+                _ => Ok(()),
+            }
         }
         _ => result,
     }
@@ -137,8 +143,8 @@ pub(crate) fn recipe(common: &Common, config: &Config) -> anyhow::Result<Recipe>
     })
 }
 
-/// The values of a configuration by their keys.
-fn flatten(prefix: &str, value: &Value, into: &mut Vec<(String, String)>) {
+/// The values of a JSON text by their keys, behind `prefix`.
+pub(crate) fn flatten(prefix: &str, value: &Value, into: &mut Vec<(String, String)>) {
     match value {
         Value::Object(fields) => fields.iter().for_each(|(key, value)| {
             let key = if prefix.is_empty() { key.clone() } else { format!("{prefix}.{key}") };
@@ -189,6 +195,17 @@ impl Common {
         first()
     }
 
+    /// Whether `own` is true on every rank.
+    ///
+    /// # Errors
+    /// A rank that failed.
+    pub(crate) fn on_every_rank(&self, own: bool, what: &str) -> anyhow::Result<bool> {
+        let Some(ranks) = &self.ranks else { return Ok(own) };
+        let missing = Tensor::f_from_slice(&[i64::from(!own)])?;
+        ranks.preparation.all_reduce(&missing, ReduceConfig::default(), what)?;
+        Ok(missing.f_int64_value(&[0])? == 0)
+    }
+
     /// Compares what ranks train on, and how.
     ///
     /// # Errors
@@ -216,11 +233,18 @@ impl Common {
 
     /// The command that resumes the training in a folder.
     pub(crate) fn resume_command(&self, out: &std::path::Path) -> String {
-        let launch = match &self.ranks {
-            Some(ranks) if ranks.launch.is_local() => format!("launch -n {} -- ", ranks.launch.world_size),
-            _ => String::new(),
-        };
-        format!("`frugal {launch}resume {}`", shell_word(&out.display().to_string()))
+        let out = shell_word(&out.display().to_string());
+        let Some(Ranks { launch, .. }) = &self.ranks else { return format!("`frugal resume {out}`") };
+        let (all, own) = (launch.world_size, launch.local_world_size);
+        if launch.is_local() {
+            return format!("`frugal launch -n {all} -- resume {out}`");
+        }
+        let (nodes, node) = (all / own, launch.rank / own);
+        let master = format!("{}:{}", launch.master_address, launch.master_port);
+        format!(
+            "`frugal launch --nodes {nodes} --node-rank {node} --master {master} -n {own} -- resume {out}`, and with its own --node-rank \
+             on each other machine, which needs a copy of the folder"
+        )
     }
 
     /// Whether the launcher has started this process again, after a failure.

@@ -26,7 +26,7 @@ use crate::output::ended_training::Ended;
 use crate::output::records::StepRecords;
 use crate::output::shell_command::shell_word;
 use crate::run::plan::{Expected, NOTHING_FITS};
-use crate::run::ranks::Interrupted;
+use crate::run::ranks::{Interrupted, flatten};
 
 /// The error of `--evaluate-every` without data.
 pub(crate) const NO_VALIDATION: &str =
@@ -132,11 +132,16 @@ impl Run<'_> {
     ) -> anyhow::Result<Trained> {
         let counted = self.parameters();
         let Self { mut trainer, config, handles, mut train, mut validation, saving, writer, expected } = self;
-        common.agree(&[
-            ("data".to_owned(), train.state().to_string()),
+        let mut fields = Vec::new();
+        flatten("data", &train.state(), &mut fields);
+        for (name, _) in &mut fields {
+            name.push_str(" (each machine needs the same data)");
+        }
+        fields.extend([
             ("steps".to_owned(), trainer.options.steps.to_string()),
             ("resume".to_owned(), saving.as_ref().is_some_and(|saving| saving.resume).to_string()),
-        ])?;
+        ]);
+        common.agree(&fields)?;
         let summary = LossSummary::default();
         trainer.observers.push(Box::new(summary.clone()));
         observe(common, config, device, &mut trainer)?;

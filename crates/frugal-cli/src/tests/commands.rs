@@ -15,7 +15,7 @@ fn wrong_flags_are_a_usage_error() {
         "export --out out",
         "merge --model model --adapter a --out b --dtype int8",
         "finetune --model model --data problems --out out --activations recompute --recompute",
-        "train --optimizer lion",
+        "train --optimizer shampoo",
         "train --schedule step",
     ] {
         let (status, said) = ending(&tiny, arguments);

@@ -16,7 +16,7 @@ type Case = (&'static str, &'static str, &'static str);
 const BASE: [Case; 2] =
     [("model.name", "\"@model\"", "--model @model"), ("data.source", "\"@my\"", "--data @my")];
 
-const FINETUNE: [Case; 78] = [
+const FINETUNE: [Case; 99] = [
     ("method", "\"dora\"", "--method dora"),
     ("model.revision", "\"v1\"", "--revision v1"),
     ("model.offline", "true", "--offline"),
@@ -43,6 +43,27 @@ const FINETUNE: [Case; 78] = [
     ("data.strip_annotations", "true", "--strip-annotations"),
     ("data.split_seed", "7", "--split-seed 7"),
     ("data.template_arguments", "{ thinking = false }", ""),
+    ("objective.kind", "\"dpo\"", "--objective dpo"),
+    ("objective.beta", "0.2", "--beta 0.2"),
+    ("objective.reference", "\"adapters-off\"", "--reference adapters-off"),
+    ("objective.label_smoothing", "0.1", ""),
+    ("objective.gamma", "0.5", ""),
+    ("objective.alpha", "0.5", ""),
+    ("objective.desirable_weight", "0.5", ""),
+    ("objective.undesirable_weight", "0.5", ""),
+    ("rollout.grader", "\"number\"", "--grader number"),
+    ("rollout.grader_seconds", "5.0", ""),
+    ("rollout.samples", "4", "--group-size 4"),
+    ("rollout.max_new_tokens", "9", "--max-new-tokens 9"),
+    ("rollout.temperature", "0.9", ""),
+    ("rollout.at_once", "3", ""),
+    ("rollout.clip", "0.1", ""),
+    ("rollout.clip_high", "0.3", ""),
+    ("rollout.ratio", "\"sequence\"", ""),
+    ("rollout.aggregate", "\"dr-grpo\"", ""),
+    ("rollout.scale", "\"none\"", ""),
+    ("rollout.updates", "2", ""),
+    ("rollout.mask_truncated", "true", ""),
     ("adapter.r", "4", "--r 4"),
     ("adapter.lora_alpha", "32.0", "--alpha 32"),
     ("adapter.lora_dropout", "0.1", "--dropout 0.1"),
@@ -119,6 +140,13 @@ const OFFLOAD: [Case; 5] = [
     ("offload.keep", "[0]", ""),
     ("offload.folder", "\"folder\"", ""),
 ];
+/// Other rules, two of whose defaults depend on the rule.
+const RULES: [Case; 4] = [
+    ("optimizer.rule", "\"lion\"", "--optimizer lion"),
+    ("optimizer.rule", "\"muon\"", "--optimizer muon"),
+    ("optimizer.rule", "\"adafactor\"", "--optimizer adafactor"),
+    ("optimizer.rule", "\"adamw8bit\"", "--optimizer adamw8bit"),
+];
 /// Two keys that belong together, so that neither has a flag alone.
 const TEMPLATES: [Case; 2] =
     [("data.prompt_template", "\"{a}\"", ""), ("data.completion_template", "\"{b}\"", "")];
@@ -160,6 +188,8 @@ fn changes(config: &Config, from: &Config) -> BTreeSet<String> {
 fn follows(key: &str) -> &'static [&'static str] {
     match key {
         "method" => &["adapter.use_dora"],
+        "objective.kind" => &["optimizer.lr"],
+        "optimizer.rule" => &["optimizer.lr", "optimizer.weight_decay"],
         "adapter.use_dora" => &["method"],
         "model.name" => &["adapter.base_model_name_or_path"],
         "offload.tier" | "offload.pinned" => &["offload"],
@@ -267,6 +297,10 @@ fn every_key_is_the_same_by_flag_by_set_and_in_a_file() {
     }
     for case in TRAIN {
         check(&tiny, "train", "--out run", case);
+    }
+    for case in RULES {
+        check(&tiny, "train", "--out run", case);
+        check(&tiny, "finetune", &given, case);
     }
     // None is forgotten.
     let cases = [&FINETUNE[..], &LOOP, &BASE, &TRAIN, &OFFLOAD, &TEMPLATES].concat();

@@ -21,6 +21,7 @@ fn plans() {
     layers_in_files_of_another_machine_need_a_rate(&session);
     plans_that_save_nothing_are_left_out(&session);
     a_plan_over_ranks(&session);
+    ranks_on_a_cpu_have_a_budget_each_and_flags_to_run_them(&session);
     divided_layers_gather_the_frozen_base_of_adapters_as_often_with_kept_activations(&session);
 }
 
@@ -309,40 +310,42 @@ fn a_plan_over_ranks(session: &Session) {
         "2048",
     ];
     expect![[r#"
-        parameters                                      7,615,616,512 (14.2 GiB)
-        budget                                          59.6 GiB (80 % of the free memory)
-          for tensors                                   57.8 GiB
-        h100 in bf16                                    5.500e14 FLOP/s of products, 3.350e12 B/s of memory, 5.000e10 B/s of loads
-        step                                            all weights are trained, batch 1 × 2,048 tokens
+        parameters      7,615,616,512 (14.2 GiB)
+        budget          59.6 GiB (80 % of the free memory) of each rank
+          for tensors   57.8 GiB
+        h100 in bf16    5.500e14 FLOP/s of products, 3.350e12 B/s of memory, 5.000e10 B/s of loads
+        step            all weights are trained, 16 batches of 1 × 2,048 tokens over 16 ranks
+        master weights  fp32
 
-        ZeRO-1 over 16 ranks                            peak 36.6 GiB, 455 ms a step of 32,768 tokens, bound by reducing gradients, fits
-        ZeRO-1 over 16 ranks, recomputed                peak 36.6 GiB, 505 ms a step of 32,768 tokens, bound by reducing gradients, fits
-        ZeRO-2 over 16 ranks                            peak 32.1 GiB, 346 ms a step of 32,768 tokens, bound by gathering weights, fits
-        ZeRO-2 over 16 ranks, recomputed                peak 24.8 GiB, 374 ms a step of 32,768 tokens, bound by compute, fits
-        ZeRO-3 over 16 ranks                            peak 22.0 GiB, 424 ms a step of 32,768 tokens, bound by gathering weights, fits
-        ZeRO-3 over 16 ranks, recomputed                peak 14.8 GiB, 424 ms a step of 32,768 tokens, bound by compute, fits
-        ZeRO-3 over 16 ranks in 2 replicas              peak 29.9 GiB, 213 ms a step of 32,768 tokens, bound by compute, fits; the fastest that fits
-        ZeRO-3 over 16 ranks in 2 replicas, recomputed  peak 22.6 GiB, 233 ms a step of 32,768 tokens, bound by compute, fits
-        all on the device                               peak 114 GiB, 227 ms a step of 2,048 tokens, 55.7 GiB too much
-        activations recomputed                          peak 114 GiB, 277 ms a step of 2,048 tokens, 55.7 GiB too much
-        layers offloaded                                peak 56.3 GiB, 2.41 s a step of 2,048 tokens, fits
+          plan                                     peak    step
+        ▸ ZeRO-3 in 2 replicas, keep all       29.9 GiB  213 ms  chosen: the fastest that fits
+          ZeRO-3 in 2 replicas, recompute all  22.6 GiB  233 ms
+          ZeRO-3, recompute all                14.8 GiB  424 ms
 
-        at the peak                                     head
-          fixed weights                                 2.03 GiB
-          optimizer state                               14.2 GiB
-          resident layers                               1.52 GiB
-          constant                                      1.36 GiB
-          kept activations                              7.72 GiB
-          working memory                                3.07 GiB
-        sent by a rank                                  37.9 GiB
-        waits for other ranks                           41.9 ms
-        to run it                                       ranks on GPUs have never run, so this is a prediction of the method; FRUGAL_TRY_NCCL=1 before `frugal launch` tries it
+        at the peak            head
+          fixed weights        2.03 GiB
+          optimizer state      14.2 GiB
+          resident layers      1.52 GiB
+          constant             1.36 GiB
+          kept activations     7.71 GiB
+          working memory       3.07 GiB
+        bound by               compute
+        sent by a rank         37.9 GiB
+        waits for other ranks  42.0 ms
+        less memory            --budget 24091MiB: ZeRO-3 in 2 replicas, recompute all, 233 ms a step
+        to run it              ranks on GPUs have never run, so this is a prediction of the method; FRUGAL_TRY_NCCL=1 before `frugal launch` tries it
     "#]].assert_eq(&plan(session, &flags));
     let text = plan(session, &[&flags[..], &["--json"]].concat());
     let value: serde_json::Value = serde_json::from_str(&text).unwrap();
     let variants = value["variants"].as_array().unwrap();
-    let stages: Vec<_> = variants.iter().filter_map(|variant| variant["zero_stage"].as_u64()).collect();
-    assert_eq!(stages, [1, 1, 2, 2, 3, 3, 3, 3]);
+    // A replica on each machine is faster than one over both, which takes less.
+    let divisions = variants
+        .iter()
+        .map(|variant| [&variant["zero_stage"], &variant["replicas"]].map(|one| one.as_u64().unwrap()));
+    let divisions: Vec<_> = divisions.collect();
+    assert!(divisions.contains(&[3, 1]) && divisions[0] == [3, 2], "{divisions:?}");
+    // This program connects no ranks on GPUs.
+    assert_eq!(value["flags"], serde_json::Value::Null);
     for variant in variants {
         let parts = variant["parts"].as_array().unwrap().iter().map(|part| part["bytes"].as_u64().unwrap());
         assert_eq!(variant["peak_bytes"].as_u64(), Some(parts.sum::<u64>()));
@@ -350,19 +353,49 @@ fn a_plan_over_ranks(session: &Session) {
 }
 
 fn divided_layers_gather_the_frozen_base_of_adapters_as_often_with_kept_activations(session: &Session) {
-    let flags = ["--model", "qwen2.5-0.5b", "--hardware", "h100", "--ranks", "2", "--json"];
-    let value: serde_json::Value = serde_json::from_str(&plan(session, &flags)).unwrap();
-    let of_stage = |stage: u64| -> Vec<&serde_json::Value> {
-        let variants = value["variants"].as_array().unwrap().iter();
-        variants.filter(|variant| variant["zero_stage"].as_u64() == Some(stage)).collect()
+    let sent = |stage: &str, activations: &str| {
+        let step = "--model qwen2.5-0.5b --hardware h100 --ranks 2 --json --zero-stage";
+        let words = format!("{step} {stage} --activations {activations}");
+        let text = plan(session, &words.split_whitespace().collect::<Vec<_>>());
+        let value: serde_json::Value = serde_json::from_str(&text).unwrap();
+        let [variant] = &value["variants"].as_array().unwrap()[..] else { panic!("{value}") };
+        assert_eq!(variant["zero_stage"].to_string(), stage);
+        variant["sent_bytes"].as_f64().unwrap()
     };
-    let [divided, recomputed] = of_stage(3)[..] else { panic!("{value}") };
-    assert_eq!(divided["sent_bytes"], recomputed["sent_bytes"]);
-    // This program connects no ranks on GPUs.
-    assert_eq!(divided["flags"], "");
+    let (divided, recomputed) = (sent("3", "keep"), sent("3", "recompute"));
+    assert_eq!(divided, recomputed);
     // Two thirds of a gigabyte: half of each of 24 layers in bf16, 45 loads of a layer with 3 slots; and the adapters.
     let layers = 2.0 * 357_897_216.0;
-    let sent = divided["sent_bytes"].as_f64().unwrap() / (0.5 * 45.0 / 24.0 * layers);
-    assert!((1.0..1.02).contains(&sent), "{sent}");
-    assert!(of_stage(2).iter().all(|variant| variant["sent_bytes"].as_f64().unwrap() < 0.01 * layers));
+    let share = divided / (0.5 * 45.0 / 24.0 * layers);
+    assert!((1.0..1.02).contains(&share), "{share}");
+    assert!(sent("2", "keep") < 0.01 * layers);
+}
+
+fn ranks_on_a_cpu_have_a_budget_each_and_flags_to_run_them(session: &Session) {
+    let step = "plan --model qwen2.5-0.5b --method full --dtype bfloat16 --ranks 2 --length 256";
+    let ended = session.run(&format!("{step} --budget 3GiB"));
+    assert_eq!(ended.status, 0, "{}", ended.err);
+    assert!(
+        ended.out.contains("3.00 GiB of each rank") && ended.out.contains("over 2 ranks"),
+        "{}",
+        ended.out
+    );
+    let flags = ended.out.lines().find_map(|line| line.strip_prefix("flags of finetune")).unwrap().trim();
+    assert!(
+        flags.starts_with("--zero-stage 3 --offload file --optimizer-on host --batch 1 --accumulation 2"),
+        "{flags}"
+    );
+    for (wrong, why) in [
+        ("--zero-stage 2", "--zero-stage is for several ranks; give their number as --ranks"),
+        ("--ranks 4 --replicas 3", "--ranks 4 are not a multiple of --replicas 3"),
+        (
+            "--ranks 4 --sequence-parallel-size 8",
+            "--ranks 4 are not a multiple of --sequence-parallel-size 8",
+        ),
+        ("--ranks 3 --nodes 2 --network 10GB", "--ranks 3 are not a multiple of --nodes 2"),
+        ("--ranks 2 --method inference", "--ranks applies to training only"),
+    ] {
+        let ended = session.run(&format!("plan --model qwen2.5-0.5b --hardware h100 {wrong}"));
+        assert!(ended.status == 1 && ended.err.contains(why), "{wrong}: {}", ended.err);
+    }
 }

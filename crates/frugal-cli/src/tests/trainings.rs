@@ -281,8 +281,20 @@ fn every_optimizer_and_schedule_trains_as_it_is_called() {
     let rates_of =
         |lines: &[Value]| lines.iter().filter_map(|line| line["learning_rate"].as_f64()).collect::<Vec<_>>();
     let mut seen = Vec::new();
-    for optimizer in ["sgd", "momentum", "nesterov", "adagrad", "rmsprop", "adam", "adamw"] {
-        let arguments = format!("--width 16 --steps 4 --lr 0.01 --optimizer {optimizer}");
+    for optimizer in [
+        "sgd",
+        "momentum",
+        "nesterov",
+        "adagrad",
+        "rmsprop",
+        "adam",
+        "adamw",
+        "lion",
+        "muon",
+        "adafactor",
+        "adamw8bit",
+    ] {
+        let arguments = format!("--width 64 --steps 4 --lr 0.01 --optimizer {optimizer}");
         let lines = lines(&tiny.succeed(&format!("train --json --heads 2 {arguments}")).0);
         assert_eq!(rates_of(&lines), [0.01; 4], "{optimizer}");
         let losses = losses(&lines);

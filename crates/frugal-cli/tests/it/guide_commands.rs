@@ -65,11 +65,23 @@ pub(crate) fn prepare(tiny: &Tiny) {
         writeln!(rows, "{}", serde_json::json!({ "question": question, "answer": (a + b).to_string() }))
             .unwrap();
     }
-    for name in ["train.jsonl", "my.jsonl", "test.jsonl"] {
+    for name in ["train.jsonl", "my.jsonl", "test.jsonl", "questions.jsonl"] {
         std::fs::write(tiny.path(name), &rows).unwrap();
     }
     let article = " = Rivers = \n \n The river is long and the town is small . \n The bridge is old . \n";
     std::fs::write(tiny.path("corpus.txt"), article.repeat(200)).unwrap();
     std::fs::write(tiny.path("tokens.txt"), "<|call|>\n<|end_call|>\n").unwrap();
+    let mut pairs = String::new();
+    for (a, b) in (0..20).map(|n| (n % 9, n / 4)) {
+        let (chosen, rejected) = ((a + b).to_string(), (a + b + 1).to_string());
+        let prompt = format!("{a} and {b} is ");
+        writeln!(
+            pairs,
+            "{}",
+            serde_json::json!({ "prompt": prompt, "chosen": chosen, "rejected": rejected })
+        )
+        .unwrap();
+    }
+    std::fs::write(tiny.path("preferences.jsonl"), pairs).unwrap();
     std::fs::write(tiny.path("pairs.csv"), "english,french\none,un\ntwo,deux\n").unwrap();
 }

@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
 use expect_test::{Expect, expect};
 
@@ -175,6 +176,66 @@ fn an_interruption_is_passed_on_and_a_second_one_kills() {
     let said = String::from_utf8_lossy(&output.stderr).into_owned();
     assert_eq!(output.status.code(), Some(130), "{said}");
     assert!(said.ends_with("error: interrupted twice; the ranks were killed\n"), "{said}");
+}
+
+/// Whether a process is there, and has not ended.
+fn is_running(process: &str) -> bool {
+    let status = std::fs::read_to_string(format!("/proc/{process}/stat"));
+    // The state is behind the name.
+    status.is_ok_and(|text| !text.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('Z')))
+}
+
+#[test]
+fn the_ranks_end_with_a_launcher_that_is_killed() {
+    let script = "echo $$; while :; do sleep 0.05; done";
+    let mut child = launch(&["-n", "2"], &["sh", "-c", script]).spawn().unwrap();
+    let mut out = BufReader::new(child.stdout.take().unwrap());
+    let ranks = [(); 2].map(|()| {
+        let mut line = String::new();
+        out.read_line(&mut line).unwrap();
+        line.trim().split_once("] ").unwrap().1.to_owned()
+    });
+    assert!(ranks.iter().all(|rank| is_running(rank)), "{ranks:?}");
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let until = Instant::now() + Duration::from_secs(20);
+    while ranks.iter().any(|rank| is_running(rank)) {
+        assert!(Instant::now() < until, "{ranks:?}");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// One of two machines; nothing is connected by these scripts.
+const MACHINE_1: [&str; 8] = ["--nodes", "2", "--node-rank", "1", "--master", "192.0.2.7:29400", "-n", "2"];
+
+#[test]
+fn a_machine_says_its_ranks_and_where_rank_0_is() {
+    check(
+        &shell(&MACHINE_1, "echo $RANK of $WORLD_SIZE, $LOCAL_RANK here, for $MASTER_ADDR:$MASTER_PORT"),
+        0,
+        expect![[r#"
+            [2] 2 of 4, 0 here, for 192.0.2.7:29400
+            [3] 3 of 4, 1 here, for 192.0.2.7:29400
+        "#]],
+        expect![[r#"
+            machine 1 of 2: ranks 2 to 3; rank 0, which prints the progress and writes the output, is on 192.0.2.7
+        "#]],
+    );
+}
+
+#[test]
+fn a_machine_that_is_interrupted_ends_with_its_status() {
+    let script = "trap 'exit 0' INT; echo ready; while :; do sleep 0.05; done";
+    let mut child = launch(&MACHINE_1, &["sh", "-c", script]).spawn().unwrap();
+    let mut out = BufReader::new(child.stdout.take().unwrap());
+    for _ in 0..2 {
+        out.read_line(&mut String::new()).unwrap();
+    }
+    interrupt(&child);
+    let output = child.wait_with_output().unwrap();
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert_eq!(output.status.code(), Some(130), "{said}");
+    assert!(said.ends_with("error: interrupted\n"), "{said}");
 }
 
 /// Trains a small model from scratch with `count` ranks in a stage, or without a launcher, and returns the folder's files.

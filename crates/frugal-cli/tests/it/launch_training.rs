@@ -136,7 +136,7 @@ fn ranks_that_differ_are_told_in_what_before_they_train() {
     std::fs::write(tiny.path("1.txt"), "seven six five four three two one\n").unwrap();
     check(
         "exec $FRUGAL finetune --model model --data $RANK.txt --out out --accumulation 2 --steps 2",
-        "`data` is {\"rows\":",
+        "`data.rows (each machine needs the same data)` is \"",
     );
 }
 
@@ -213,12 +213,12 @@ fn ranks_plan_the_same_way_within_a_budget() {
     assert_eq!(status, Some(3), "{short}");
     assert_eq!(short.matches("nothing fits a budget of 320 MiB").count(), 1, "{short}");
     assert!(short.contains("[1] error: nothing fits the budget, as rank 0 says"), "{short}");
-    // What it names suffices, with all divided.
+    // What it names suffices, with all divided, in files.
     let least = short.rsplit_once("give --budget ").unwrap().1.split_once("MiB").unwrap().0;
     let least: u64 = least.parse().unwrap();
     let (status, least) = planned(&format!("{}MiB", least + 16), "");
     assert_eq!(status, Some(0), "{least}");
-    assert!(chosen(&least).starts_with("ZeRO-3, recompute"), "{least}");
+    assert!(chosen(&least).starts_with("ZeRO-3 in files, recompute"), "{least}");
 }
 
 #[test]

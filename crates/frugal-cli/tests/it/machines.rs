@@ -104,6 +104,18 @@ fn plug(machines: &Machines, is_in: bool) {
     machines.ip(1, &["link", "set", INTERFACE, if is_in { "up" } else { "down" }]).unwrap();
 }
 
+/// Drops one in 50 of the packets that arrive on machine 1, by its packet filter: kernels have that more often than `netem`.
+fn lose_packets(machines: &Machines) -> Result<(), String> {
+    let rules = format!(
+        "add table inet loss; add chain inet loss arriving {{ type filter hook input priority 0; }}; \
+         add rule inet loss arriving iifname {INTERFACE} numgen random mod 50 == 0 drop"
+    );
+    let output = machines.command(1, "nft".as_ref()).arg(rules).output();
+    let output = output.map_err(|cause| cause.to_string())?;
+    let said = String::from_utf8_lossy(&output.stderr).trim().to_owned();
+    if output.status.success() { Ok(()) } else { Err(said) }
+}
+
 /// A folder with data, and one for each training.
 fn folder() -> tempfile::TempDir {
     let folder = tempfile::tempdir().unwrap();
@@ -163,6 +175,13 @@ fn two_machines_train_to_the_bits_of_one_process() {
             }
             Err(why) => eprintln!("skipped: no {name} cable: {why}"),
         }
+    }
+    match lose_packets(&machines) {
+        Ok(()) => {
+            let over = over_machines(&machines, folder.path(), "lossy", &["--zero-stage", "3"]);
+            assert!(over == alone, "over a lossy cable");
+        }
+        Err(why) => eprintln!("skipped: no lossy cable: {why}"),
     }
 }
 

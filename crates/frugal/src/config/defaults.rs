@@ -1,6 +1,6 @@
 //! The values of a configuration that nobody gave.
 //!
-//! They depend on the task and on what a fine-tuning trains, and on nothing else. Files, `--set` and flags are applied over them key by
+//! They depend on the task and on what a fine-tuning trains, the learning rate on whether it learns from pairs, and with the weight decay on the optimizer. Files, `--set` and flags are applied over them key by
 //! key ([`Given`](super::Given)), so a section that names one key keeps the others.
 
 use lora::LoraConfig;
@@ -10,6 +10,8 @@ use super::{Config, DataConfig, Method, OptimizerConfig, Task, TrainingConfig};
 
 /// Learning rate of full fine-tuning.
 const FULL_LEARNING_RATE: f64 = 2e-5;
+/// Learning rates of an objective over whole answers, with adapters and of all weights.
+const ANSWER_LEARNING_RATES: [f64; 2] = [1e-5, 1e-6];
 /// Tokens of a row in a training from scratch.
 const LENGTH: usize = 32;
 
@@ -28,6 +30,8 @@ impl Config {
             task,
             model: super::ModelConfig::default(),
             data: DataConfig::default(),
+            objective: super::ObjectiveConfig::default(),
+            rollout: super::RolloutConfig::default(),
             adapter: None,
             mlp: super::MlpConfig::default(),
             loss: super::LossConfig::default(),
@@ -71,6 +75,11 @@ impl Config {
                 Self { adapter: Some(adapter), ..config }
             }
         }
+    }
+
+    /// Returns the learning rate of an objective over whole answers, which takes smaller steps.
+    pub(super) fn learning_rate_of_answers(method: Method) -> f64 {
+        ANSWER_LEARNING_RATES[usize::from(method == Method::Full)]
     }
 
     /// Returns the default adapter of a fine-tuning: it adapts attention with α = 2r. ([`LoraConfig::default`] has

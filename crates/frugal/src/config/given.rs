@@ -1,7 +1,7 @@
 //! The values of a configuration that a user gave, by key, over the defaults.
 //!
 //! Values come in layers: a file, then `--set`, then flags; a later one overrides an earlier one, key by key. The defaults are applied
-//! last, since one of them depends on the method. Each value has its [origin](Origins).
+//! last, since some of them depend on the method, the objective and the optimizer. Each value has its [origin](Origins).
 //!
 //! ```
 //! use frugal::config::{Given, Method, Task};
@@ -21,7 +21,7 @@ use serde::Deserialize as _;
 use serde_json::{Map, Value, json};
 
 use super::written::{OF_FINE_TUNING, Written};
-use super::{Config, Method, Task, set, with_line};
+use super::{Config, Method, ObjectiveKind, OptimizerRule, Task, set, with_line};
 use crate::config::origins::{DEFAULT, Origins, leaves, values};
 use crate::error::{Error, Result};
 
@@ -233,6 +233,17 @@ impl Given {
         }
         let failed = |cause: serde_json::Error| Error::Toml(cause.to_string());
         let mut all = serde_json::to_value(Config::defaults(task, method)).map_err(failed)?;
+        let kind = self.values.get("objective").and_then(|objective| objective.get("kind"));
+        let kind = kind.and_then(|kind| ObjectiveKind::deserialize(kind).ok()).unwrap_or_default();
+        if kind != ObjectiveKind::NextToken {
+            overlay(&mut all, json!({ "optimizer": { "lr": Config::learning_rate_of_answers(method) } }));
+        }
+        let rule = self.values.get("optimizer").and_then(|optimizer| optimizer.get("rule"));
+        if let Some(rule) = rule.and_then(|rule| OptimizerRule::deserialize(rule).ok()) {
+            let [lr, weight_decay] = rule.default_factors();
+            scale(&mut all["optimizer"]["lr"], lr);
+            scale(&mut all["optimizer"]["weight_decay"], weight_decay);
+        }
         let mut values = self.values.clone();
         values.remove("method");
         if method == Method::Full {
@@ -257,6 +268,14 @@ fn method_of(values: &Map<String, Value>) -> Method {
         (Some(Method::Full), _) => Method::Full,
         (_, Some(true)) => Method::Dora,
         (named, _) => named.unwrap_or_default(),
+    }
+}
+
+/// Multiplies a number, to twelve digits, so that a fifth of 2e-5 is written as 4e-6.
+fn scale(number: &mut Value, factor: f64) {
+    let scaled = number.as_f64().filter(|_| factor != 1.0).map(|value| format!("{:.11e}", value * factor));
+    if let Some(scaled) = scaled.and_then(|scaled| scaled.parse::<f64>().ok()) {
+        *number = json!(scaled);
     }
 }
 

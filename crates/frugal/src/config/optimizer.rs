@@ -1,7 +1,11 @@
 //! The optimizer of a training.
 
 use serde::{Deserialize, Serialize};
-use training::optimizer::{AdaGrad, Adam, AdamW, Momentum, Nesterov, RmsProp, Rule, Sgd};
+use tch::Tensor;
+use training::optimizer::{
+    AdaGrad, Adafactor, Adam, AdamW, AdamW8bit, Extent, Group, Lion, Momentum, Muon, Nesterov, RmsProp, Rule,
+    Sgd,
+};
 use training::schedule::Shape;
 
 use super::master_weights::MasterWeights;
@@ -19,7 +23,7 @@ pub struct OptimizerConfig {
     pub schedule: Shape,
     /// Warm-up: below 1 a share of all steps, from 1 on a number of steps.
     pub warmup: f64,
-    /// Weight decay of matrices: decoupled for AdamW, an L2 penalty for the others.
+    /// Weight decay of matrices: an L2 penalty for SGD, momentum, Nesterov, AdaGrad, RMSProp and Adam, and decoupled for the others.
     pub weight_decay: f64,
     /// Maximum gradient norm; 0 for no clipping. A step whose loss or gradients are not finite is skipped; without clipping and with the
     /// optimizer on the host it ends the training.
@@ -91,6 +95,14 @@ pub enum OptimizerRule {
     /// AdamW.
     #[default]
     AdamW,
+    /// AdamW with its state in 8 bits, a quarter of the memory.
+    AdamW8bit,
+    /// Lion, with half of AdamW's state: the sign of a momentum.
+    Lion,
+    /// Adafactor, with a state of a few numbers per row and column of a matrix.
+    Adafactor,
+    /// Muon for the matrices between embedding and head, with half of AdamW's state, and AdamW for all other weights.
+    Muon,
 }
 
 impl OptimizerRule {
@@ -104,7 +116,54 @@ impl OptimizerRule {
             Self::RmsProp => Box::new(RmsProp::default()),
             Self::Adam => Box::new(Adam::default()),
             Self::AdamW => Box::new(AdamW::default()),
+            Self::AdamW8bit => Box::new(AdamW8bit::default()),
+            Self::Lion => Box::new(Lion::default()),
+            Self::Adafactor => Box::new(Adafactor::default()),
+            Self::Muon => Box::new(Muon::default()),
         }
+    }
+
+    /// Returns a model's parameters in groups: matrices decay, vectors do not, and Muon has the matrices that it is for in one of its own.
+    pub fn groups<'a>(
+        self,
+        parameters: impl IntoIterator<Item = (String, &'a Tensor)>,
+        lr: f64,
+        weight_decay: f64,
+    ) -> Vec<Group> {
+        match self {
+            Self::Muon => Muon::groups(parameters, lr, weight_decay, AdamW::default()),
+            _ => Group::by_dimension(parameters, lr, weight_decay),
+        }
+    }
+
+    /// Returns the bytes of state of a parameter, with its sizes and the name that it has in the model; of an fp64 one, half of them.
+    pub fn state_bytes(self, name: &str, shape: &[i64]) -> u64 {
+        let rule = match self {
+            Self::Muon if !Muon::is_hidden(name, shape.len()) => Self::AdamW,
+            own => own,
+        };
+        rule.rule().slots(Extent::of(shape)).iter().map(|slot| slot.bytes(tch::Kind::Float)).sum()
+    }
+
+    /// Returns whether the update of a weight depends on all others of its tensor, so that ranks cannot divide it.
+    pub fn updates_whole_tensors(self) -> bool {
+        self.rule().granularity().is_none()
+    }
+
+    /// The factors of AdamW's learning rate and weight decay by default. Lion moves every weight by the whole learning rate: its authors take
+    /// a third to a tenth of AdamW's, and as many times its weight decay (arXiv:2302.06675, section 5).
+    pub(super) fn default_factors(self) -> [f64; 2] {
+        match self {
+            Self::Lion => [0.2, 5.0],
+            _ => [1.0, 1.0],
+        }
+    }
+}
+
+/// The name in a configuration.
+impl std::fmt::Display for OptimizerRule {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&format!("{self:?}").to_lowercase())
     }
 }
 

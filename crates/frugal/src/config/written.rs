@@ -5,7 +5,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use super::{
     ActivationsConfig, Config, DataConfig, ExpertsConfig, LossConfig, Method, MlpConfig, ModelConfig,
-    OffloadConfig, OptimizerConfig, PrecisionConfig, Task, TrainingConfig,
+    ObjectiveConfig, OffloadConfig, OptimizerConfig, PrecisionConfig, RolloutConfig, Task, TrainingConfig,
 };
 
 /// The keys of a file. [`Config`] has no `method`, because the adapter says it.
@@ -17,6 +17,8 @@ pub(super) struct Written {
     pub(super) method: Option<Method>,
     model: ModelConfig,
     data: DataConfig,
+    objective: ObjectiveConfig,
+    rollout: RolloutConfig,
     #[serde(skip_serializing_if = "Option::is_none", deserialize_with = "strict_adapter")]
     adapter: Option<LoraConfig>,
     mlp: MlpConfig,
@@ -38,6 +40,8 @@ impl From<Config> for Written {
             task,
             model,
             data,
+            objective,
+            rollout,
             adapter,
             mlp,
             loss,
@@ -53,6 +57,8 @@ impl From<Config> for Written {
             method,
             model,
             data,
+            objective,
+            rollout,
             adapter,
             mlp,
             loss,
@@ -75,6 +81,8 @@ impl TryFrom<Written> for Config {
             method,
             model,
             data,
+            objective,
+            rollout,
             adapter,
             mlp,
             loss,
@@ -102,6 +110,8 @@ impl TryFrom<Written> for Config {
             task,
             model,
             data,
+            objective,
+            rollout,
             adapter,
             mlp,
             loss,

@@ -34,6 +34,8 @@ pub fn capture_refusal(config: &Config, over_ranks: bool, device: Device) -> Opt
 /// Why steps of offloaded layers cannot be captured.
 pub(crate) const OFFLOADED_LAYERS: &str = "layers are offloaded, so their addresses change";
 
+/// Why a graph cannot repeat a step over pairs.
+pub(crate) const PREFERENCES: &str = "an objective over preferences has never been captured";
 /// Why steps of a mixture of experts cannot be captured.
 pub(crate) const EXPERTS: &str = "the host reads which experts a token is given to";
 

@@ -100,7 +100,7 @@ mod tests {
     /// A million epochs are planned without going over them, for batches as large as any.
     #[test]
     fn batches_beyond_the_first_are_as_large_as_any() {
-        let row = |length: i64| MaskedRow { tokens: (0..length).collect(), labels: (0..length).collect() };
+        let row = |length: i64| MaskedRow::new((0..length).collect(), (0..length).collect());
         let rows: Vec<MaskedRow> = (4..24).map(row).collect();
         let layout = Layout { batch: 4, shuffle: Some(3), epochs: Some(1_000_000), ..Layout::default() };
         let batches = MaskedBatches::new(rows, layout, tch::Device::Cpu).unwrap();

@@ -13,7 +13,7 @@ use tch::{Device, Kind};
 use training::activations::{LayerPlan, every_kth};
 
 use super::low_rank::low_rank;
-use super::over_ranks::with_stage;
+use super::over_ranks::divided;
 use super::rates::product_kind;
 use super::{DataShape, KnownRates, WeightFormat, choices, trained_recipe, widens};
 use crate::config::{
@@ -70,13 +70,30 @@ pub fn job(
         return Err(refused("a base in the blocks of a GGUF file that is not here"));
     }
     let on_cpu = device == Device::Cpu;
-    let lora = config.adapter.as_ref().map(|adapter| low_rank(adapter, shape, on_cpu)).transpose()?;
+    let mut lora = config.adapter.as_ref().map(|adapter| low_rank(adapter, shape, on_cpu)).transpose()?;
+    if let Some(lora) = lora.as_mut().filter(|_| config.objective.kind.is_preference()) {
+        lora.dropout = false;
+    }
     if lora.is_none() && config.model.freeze.is_some() {
         return Err(refused("`model.freeze`"));
     }
-    let is_adam = matches!(optimizer.rule, OptimizerRule::Adam | OptimizerRule::AdamW);
-    if lora.is_none() && !is_adam {
-        return Err(refused("an optimizer other than Adam and AdamW on all weights"));
+    let state = state_of(optimizer.rule).ok_or_else(|| {
+        NotPredicted(format!(
+            "`optimizer.rule = \"{}\"`, whose state depends on shapes and names",
+            optimizer.rule
+        ))
+    })?;
+    // Those whose step has no temporaries but copies of 16-bit weights and gradients; on a GPU these two have some.
+    let is_predicted = match optimizer.rule {
+        OptimizerRule::Adam | OptimizerRule::AdamW => true,
+        OptimizerRule::AdamW8bit | OptimizerRule::Lion => device == Device::Cpu,
+        _ => false,
+    };
+    if lora.is_none() && !is_predicted {
+        return Err(refused(match device {
+            Device::Cpu => "an optimizer other than Adam, AdamW, AdamW8bit and Lion on all weights",
+            _ => "an optimizer other than Adam and AdamW on all weights on a GPU",
+        }));
     }
     let model = Decoder::from_config(shape)?;
     let mixed = mixed(config, (kind, device))?;
@@ -107,7 +124,7 @@ pub fn job(
     let choices = accounting::offload::sizes::Choices {
         recipe: formats,
         loss,
-        optimizer: state_of(optimizer.rule),
+        optimizer: state,
         documents: data.packed,
         sequence_ranks: training.sequence_parallel_size as u64,
         widens: widens(operands, device),
@@ -134,6 +151,7 @@ pub fn job(
         file_optimizer: rates.file_optimizer,
         on_cpu,
         ranks: None,
+        further_passes: config.objective.further_passes(config.adapter.is_some()),
     })
 }
 
@@ -182,15 +200,18 @@ fn mixed(config: &Config, (kind, device): (Kind, Device)) -> Result<Option<(Reci
     Ok(Some(compute))
 }
 
-fn state_of(rule: OptimizerRule) -> Optimizer {
-    match rule {
+fn state_of(rule: OptimizerRule) -> Option<Optimizer> {
+    Some(match rule {
         OptimizerRule::Sgd => Optimizer::Sgd,
         OptimizerRule::Momentum | OptimizerRule::Nesterov => Optimizer::Momentum,
         OptimizerRule::AdaGrad => Optimizer::AdaGrad,
         OptimizerRule::RmsProp => Optimizer::RmsProp,
         OptimizerRule::Adam => Optimizer::Adam,
         OptimizerRule::AdamW => Optimizer::AdamW,
-    }
+        OptimizerRule::AdamW8bit => Optimizer::Adam8bit,
+        OptimizerRule::Lion => Optimizer::Lion,
+        OptimizerRule::Adafactor | OptimizerRule::Muon => return None,
+    })
 }
 
 /// Returns which ways to run a step the configuration leaves open for a model of `layers` layers. What it names is kept.
@@ -201,7 +222,9 @@ pub fn allowed(config: &Config, layers: usize, device: Device) -> Result<Allowed
     let Config { activations, training, optimizer, .. } = config;
     let rows = training.micro_batch_size.filter(|rows| *rows < training.batch).map(|rows| rows as u64);
     let mixed = config.precision.compute != Compute::Fp32;
+    // The answers of a pair stay together.
     let splits = training.micro_batch_size.is_none()
+        && !config.objective.kind.is_preference()
         && activations.plan != ActivationPlan::Plan
         && !(mixed && config.adapter.is_none());
     let place = |place: config::OptimizerPlace| match place {
@@ -221,7 +244,7 @@ pub fn allowed(config: &Config, layers: usize, device: Device) -> Result<Allowed
             },
             optimizer: place(optimizer.place),
         };
-        return Ok(Allowed { layers: None, offloaded: Some(offloaded), splits, rows, stages: Vec::new() });
+        return Ok(Allowed { layers: None, offloaded: Some(offloaded), splits, rows, ..Allowed::default() });
     }
     let again = activations.recompute.layer_plan();
     let plan = match activations.plan {
@@ -234,7 +257,7 @@ pub fn allowed(config: &Config, layers: usize, device: Device) -> Result<Allowed
         ActivationPlan::Auto if !mixed && config.experts.is_none() => offloaded_layers(config, device),
         _ => None,
     };
-    Ok(Allowed { layers: Some(plan), offloaded, splits, rows, stages: Vec::new() })
+    Ok(Allowed { layers: Some(plan), offloaded, splits, rows, ..Allowed::default() })
 }
 
 /// Ways to offload layers that a plan compares by default.
@@ -276,8 +299,8 @@ pub fn with_choice(config: &Config, candidate: &Candidate) -> Config {
     if let Some(rows) = candidate.rows {
         config.training.micro_batch_size = Some(rows as usize);
     }
-    if let (Some(stage), Placement::Resident(plan)) = (candidate.stage, &candidate.placement) {
-        with_stage(&mut config, stage.into(), plan);
+    if let (Some(ranks), Placement::Resident(plan)) = (&candidate.ranks, &candidate.placement) {
+        divided(&mut config, ranks, plan);
     }
     config
 }

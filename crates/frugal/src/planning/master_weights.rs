@@ -55,11 +55,14 @@ pub fn trains_half(config: &Config, kind: Kind) -> bool {
 /// Returns whether weights, gradients, optimizer state and master weights fit so many bytes, for a step that is not predicted. Ranks divide
 /// state and master weights.
 pub fn states_fit(config: &Config, shape: &DecoderConfig, ranks: usize, bytes: u64) -> bool {
-    let numbers =
-        |(_, sizes): (String, Vec<i64>)| sizes.iter().map(|size| size.unsigned_abs()).product::<u64>();
-    let parameters: u64 = shape.shapes().into_iter().map(numbers).sum();
-    let state_bytes = 4 * (config.optimizer.rule.rule().slots().len() as u64 + 1);
-    parameters.saturating_mul(2 + 2) + parameters.saturating_mul(state_bytes) / ranks.max(1) as u64 <= bytes
+    let (mut parameters, mut state) = (0u64, 0u64);
+    for (name, sizes) in shape.shapes() {
+        let numbers = sizes.iter().map(|size| size.unsigned_abs()).product::<u64>();
+        parameters += numbers;
+        // With a master copy.
+        state += 4 * numbers + config.optimizer.rule.state_bytes(&name, &sizes);
+    }
+    parameters.saturating_mul(2 + 2).saturating_add(state / ranks.max(1) as u64) <= bytes
 }
 
 #[cfg(test)]
@@ -134,5 +137,18 @@ mod tests {
         assert!(fit(&config, 4, 7 * parameters) && !fit(&config, 4, 7 * parameters - 1));
         config.optimizer.rule = OptimizerRule::Sgd;
         assert!(fit(&config, 1, 8 * parameters) && !fit(&config, 1, 8 * parameters - 1));
+        config.optimizer.rule = OptimizerRule::Lion;
+        assert!(fit(&config, 1, 12 * parameters) && !fit(&config, 1, 12 * parameters - 1));
+        // Norms and biases have 8 bytes, matrices 2 and a scale per 256 numbers; all have whole blocks.
+        let small = 24 * (2 * 896 + 896 + 2 * 128) + 896;
+        let state = 8 * small + 2 * (parameters - small) + (parameters - small) / 32;
+        config.optimizer.rule = OptimizerRule::AdamW8bit;
+        assert!(fit(&config, 1, 8 * parameters + state) && !fit(&config, 1, 8 * parameters + state - 1));
+        // The embedding, which is the head too, has AdamW's state.
+        config.optimizer.rule = OptimizerRule::Muon;
+        let state = 4 * parameters + 4 * (151_936 * 896 + small);
+        assert!(fit(&config, 1, 8 * parameters + state) && !fit(&config, 1, 8 * parameters + state - 1));
+        config.optimizer.rule = OptimizerRule::Adafactor;
+        assert!(fit(&config, 1, 8 * parameters + parameters / 100) && !fit(&config, 1, 8 * parameters));
     }
 }

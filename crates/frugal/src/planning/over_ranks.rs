@@ -13,7 +13,9 @@ use tch::{Device, Kind, Tensor};
 use training::activations::LayerPlan;
 
 use super::job::{NotPredicted, refused};
-use crate::config::{ActivationPlan, Config, FrozenPlace, OffloadConfig, ZeroStage};
+use crate::config::{
+    ActivationPlan, Config, FrozenPlace, OffloadConfig, OffloadTier, OptimizerPlace, OptimizerRule, ZeroStage,
+};
 use crate::error::Result;
 use crate::recipe::stages;
 
@@ -68,6 +70,7 @@ pub fn ranks(config: &Config, ranks: usize, network: Network) -> Ranks {
         ranks: ranks as u64,
         replicas: config.optimizer.replicas as u64,
         slots: config.offload.as_ref().map_or_else(|| OffloadConfig::default().ring, |own| own.ring) as u64,
+        in_files: config.offload.as_ref().is_some_and(|offload| offload.tier == OffloadTier::File),
         network,
     }
 }
@@ -116,14 +119,26 @@ pub fn over_ranks(
         (_, false) => allowed.layers,
     };
     let stages = stages.into_iter().filter_map(ZeroStage::decided).collect();
-    let allowed = Allowed { layers, offloaded: None, stages, ..allowed };
+    // As layers of one process: in files where nothing was named and nothing else is as fast.
+    let is_open = config.activations.plan == ActivationPlan::Auto && config.offload.is_none();
+    // Trained layers in files have their optimizer on the host, which computes AdamW only.
+    let is_stepped = config.adapter.is_some() || config.optimizer.rule == OptimizerRule::AdamW;
+    let shards_in_files = is_open && is_stepped && device == Device::Cpu;
+    let allowed = Allowed { layers, offloaded: None, stages, shards_in_files, ..allowed };
     Ok((Job { ranks: Some(ranks), ..job }, allowed))
 }
 
-/// Sets the stage of a candidate over ranks, and which divided layers keep their activations where that is open.
-pub(super) fn with_stage(config: &mut Config, stage: ZeroStage, plan: &[LayerPlan]) {
-    config.optimizer.zero_stage = stage;
-    if stage != ZeroStage::Three || config.activations.plan != ActivationPlan::Auto {
+/// Sets what ranks divide, where that is, and which divided layers keep their activations where that is open.
+pub(super) fn divided(config: &mut Config, ranks: &Ranks, plan: &[LayerPlan]) {
+    config.optimizer.zero_stage = ranks.stage.into();
+    config.optimizer.replicas = usize::try_from(ranks.replicas).unwrap_or(usize::MAX);
+    if ranks.keeps_files() {
+        config.offload.get_or_insert_default().tier = OffloadTier::File;
+        if config.adapter.is_none() {
+            config.optimizer.place = OptimizerPlace::Host;
+        }
+    }
+    if ranks.stage != zero::ZeroStage::Three || config.activations.plan != ActivationPlan::Auto {
         return;
     }
     let keep: Vec<usize> = (0..plan.len()).filter(|&layer| plan[layer] == LayerPlan::KeepAll).collect();

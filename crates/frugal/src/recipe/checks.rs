@@ -6,8 +6,8 @@ use models::hugging_face::Folder;
 use tch::{Device, Kind};
 
 use crate::config::{
-    ActivationPlan, Compute, Config, Dtype, FrozenPlace, OffloadMethod, OffloadTier, OptimizerPlace,
-    ZeroStage, nearest_name,
+    ActivationPlan, Compute, Config, Dtype, ObjectiveKind, OffloadMethod, OffloadTier, OptimizerPlace,
+    OptimizerRule, ZeroStage, nearest_name,
 };
 use crate::error::{Error, Result};
 use crate::recipe::pairs::{self, KEPT_CASTS, RECOMPUTE, kept_by};
@@ -99,6 +99,7 @@ pub(super) fn values(config: &Config) -> Result<()> {
             expected: "a coefficient of 0 or more",
         });
     }
+    config.objective.preference()?;
     // Values that the techniques' crates check themselves.
     if let Some(level) = &config.mlp.level {
         let parsed: Result<swiglu_ckpt::CheckpointLevel, _> = level.parse();
@@ -145,6 +146,22 @@ fn stage_over_ranks(config: &Config, stage: ZeroStage, ranks: usize, device: Dev
         Err(Error::Conflict { first: first.to_owned(), second: format!("{ranks} ranks"), why, remedy })
     };
     let Config { offload, optimizer, .. } = config;
+    let rule = optimizer.rule;
+    if rule.updates_whole_tensors() {
+        let why = "the update of a weight depends on all others of its tensor, which ranks divide";
+        let remedy = "use `optimizer.rule = \"adamw\"`, \"adamw8bit\" or \"lion\", or train in one process";
+        return refused(&format!("`optimizer.rule = \"{rule}\"`"), why, remedy);
+    }
+    if stage == ZeroStage::Three && rule == OptimizerRule::AdamW8bit {
+        let why = "layers are divided within the blocks of 256 numbers that share a scale";
+        let remedy = "use `optimizer.zero_stage = 2`, or `optimizer.rule = \"lion\"` or \"adamw\"";
+        return refused("`optimizer.rule = \"adamw8bit\"` with `optimizer.zero_stage = 3`", why, remedy);
+    }
+    if config.objective.kind == ObjectiveKind::Grpo {
+        let why =
+            "ranks would have to sample and grade the answers of a step together, which is not implemented";
+        return refused("`objective.kind = \"grpo\"`", why, "train in one process");
+    }
     if config.experts.is_some() {
         let why =
             "each rank would read the experts of its own tokens from the same disk, which has never run";
@@ -154,20 +171,23 @@ fn stage_over_ranks(config: &Config, stage: ZeroStage, ranks: usize, device: Dev
         let why = "offloaded layers get their memory from the ring, and the ranks' optimizer theirs from its buckets";
         return refused("`offload`", why, "use `optimizer.zero_stage = 3`, or leave `offload` out");
     }
-    if optimizer.place == OptimizerPlace::Host {
+    let in_files = offload.as_ref().is_some_and(|offload| offload.tier == OffloadTier::File);
+    if optimizer.place == OptimizerPlace::Host && !in_files {
         let why = "the ranks' own optimizer steps the shards, where they are";
-        return refused("`optimizer.place = \"host\"`", why, "use `optimizer.place = \"device\"`");
+        let remedy = "use `optimizer.place = \"device\"`, or `offload.tier = \"file\"`, where the shards and their state are in files";
+        return refused("`optimizer.place = \"host\"`", why, remedy);
     }
     if offload.as_ref().is_some_and(|offload| offload.method != OffloadMethod::Overlap) {
         let why = "layers are gathered into the ring's slots";
         return refused("`offload.method`", why, "use `offload.method = \"overlap\"`");
     }
-    if offload.as_ref().is_some_and(|offload| offload.tier == OffloadTier::File)
-        && optimizer.frozen_weights == FrozenPlace::Sharded
-    {
-        let why = "shards of frozen weights are in host memory";
-        let remedy = "use `optimizer.frozen_weights = \"whole\"`, or `offload.tier = \"host\"`";
-        return refused("`offload.tier = \"file\"`", why, remedy);
+    if in_files && device != Device::Cpu {
+        let why = "shards of ranks on GPUs are in the GPU's memory";
+        return refused(
+            "`offload.tier = \"file\"`",
+            why,
+            "use `offload.tier = \"host\"`, or leave `offload` out",
+        );
     }
     if stage == ZeroStage::Three && (!config.keeps_whole_layers() || config.keeps_inputs_on_host()) {
         let why = "a divided layer keeps all its activations, or its input alone";
@@ -225,6 +245,14 @@ fn sequence_parallel(config: &Config, ranks: usize) -> Result<()> {
             second: format!("`training.sequence_parallel_size = {parts}`"),
             why: "the loss is a product of sums over all tokens of a batch, and a rank knows those of its part",
             remedy: "leave `loss.router_aux_loss` out, or let each rank take whole rows",
+        });
+    }
+    if config.objective.kind.is_preference() {
+        return Err(Error::Conflict {
+            first: format!("`objective.kind = \"{}\"`", config.objective.kind.name()),
+            second: format!("`training.sequence_parallel_size = {parts}`"),
+            why: "the log-probability of an answer is a sum over the whole row, and a rank has that of its part",
+            remedy: "let each rank take whole rows",
         });
     }
     if config.activations.plan == ActivationPlan::Plan {

@@ -1,8 +1,10 @@
 //! Techniques that cannot be combined: a table of two settings, why they exclude each other, and what to use instead.
 
+use lora::Init;
+
 use crate::config::{
-    ActivationPlan, Compute, Config, Dtype, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier,
-    OptimizerPlace, OptimizerRule,
+    ActivationPlan, Compute, Config, Dtype, LossHeadKind, ObjectiveKind, OffloadConfig, OffloadMethod,
+    OffloadTier, OptimizerPlace, OptimizerRule, ReferenceKind, Task,
 };
 use crate::error::{Error, Result};
 
@@ -50,9 +52,15 @@ const QUANTIZED: Setting = named(quantized, is_quantized);
 const FULL: Setting = when("full fine-tuning", |config| config.adapter.is_none());
 const FP16: Setting =
     when("`precision.compute = \"fp16\"`", |config| config.precision.compute == Compute::Fp16);
+const PREFERENCES: Setting = named(objective, |config| config.objective.kind.is_preference());
+/// A reference that is the model without its adapters.
+const REFERENCE: Setting = named(objective, |config| {
+    config.objective.has_reference() && !config.objective.is_computed_before(config.adapter.is_some())
+});
+const REWARDS: Setting = named(objective, |config| config.objective.kind == ObjectiveKind::Grpo);
 const PLAIN: Setting = when("`loss.head = \"plain\"`", |config| config.loss.head == LossHeadKind::Plain);
 
-static RULES: [Rule; 24] = [
+static RULES: [Rule; 40] = [
     (
         when("`offload.method = \"one-layer\"`", |config| method(config) == Some(OffloadMethod::OneLayer)),
         when("training", |_| true),
@@ -102,6 +110,12 @@ static RULES: [Rule; 24] = [
         ),
         "the host computes AdamW only",
         "use `optimizer.rule = \"adamw\"`, or `optimizer.place = \"device\"`",
+    ),
+    (
+        when("`optimizer.rule = \"adamw8bit\"`", |config| config.optimizer.rule == OptimizerRule::AdamW8bit),
+        when("`model.dtype = \"float64\"`", |config| config.model.dtype == Some(Dtype::Float64)),
+        "moments of 8 bits are computed in float32",
+        "use `optimizer.rule = \"adamw\"`, or `model.dtype = \"float32\"`",
     ),
     (
         HOST,
@@ -210,6 +224,104 @@ static RULES: [Rule; 24] = [
         "the plan is the one of least recomputation that fits a budget",
         "give `training.budget` or `activations.budget` in bytes",
     ),
+    (
+        PREFERENCES,
+        when("a training from scratch", |config| config.task == Task::Train),
+        "it is learned which answers are better, by a model that has learned to answer",
+        "fine-tune a model",
+    ),
+    (
+        PREFERENCES,
+        // That of a run's file is the whole batch.
+        when("`training.micro_batch_size`", |config| {
+            config.training.micro_batch_size.is_some_and(|rows| rows < config.training.batch)
+        }),
+        "answers that are compared are in one micro-batch",
+        "use a smaller `training.batch` with more `training.accumulation`",
+    ),
+    (
+        PREFERENCES,
+        when("`loss.router_aux_loss`", |config| {
+            config.loss.router_aux_loss.is_some_and(|factor| factor > 0.0)
+        }),
+        "the loss of a router is that of a batch whose tokens are all learned",
+        "leave `loss.router_aux_loss` out",
+    ),
+    (
+        PREFERENCES,
+        EXPERTS,
+        "the reference would load other experts between those of a step, which has never run",
+        "leave `experts` out",
+    ),
+    (
+        REWARDS,
+        when("a training from scratch", |config| config.task == Task::Train),
+        "a model that has not learned to answer gets no rewards",
+        "fine-tune a model",
+    ),
+    (
+        REWARDS,
+        when("`data.packing`", |config| config.data.packing.is_some()),
+        "rows are the model's own answers, which are not known before a step",
+        "leave `data.packing` out",
+    ),
+    (
+        REWARDS,
+        when("`loss.router_aux_loss`", |config| {
+            config.loss.router_aux_loss.is_some_and(|factor| factor > 0.0)
+        }),
+        "the loss of a router is that of a batch whose tokens are all learned",
+        "leave `loss.router_aux_loss` out",
+    ),
+    (REWARDS, EXPERTS, "each token of an answer would read experts from the disk", "leave `experts` out"),
+    (
+        REWARDS,
+        OFFLOAD,
+        "each token of an answer would load every layer",
+        "leave `offload` out; `model.dtype = \"nf4\"` makes the weights smaller",
+    ),
+    (
+        REWARDS,
+        when("`model.new_tokens`", |config| !config.model.new_tokens.is_empty()),
+        "the model would have to sample tokens that it has never seen",
+        "fine-tune on texts with them first",
+    ),
+    (
+        named(
+            |config| format!("{} with `objective.beta`", objective(config)),
+            |config| config.objective.kind == ObjectiveKind::Grpo && config.objective.has_reference(),
+        ),
+        FULL,
+        "the reference is the model without its adapters",
+        "train an adapter, or leave `objective.beta` out",
+    ),
+    (
+        REWARDS,
+        when("`objective.reference`", |config| config.objective.reference != ReferenceKind::Auto),
+        "the reference scores answers that are not known before a step",
+        "leave `objective.reference` out",
+    ),
+    (
+        REFERENCE,
+        FULL,
+        "the reference is the model without its adapters",
+        "train an adapter, or use `objective.reference = \"before-training\"`",
+    ),
+    (
+        REFERENCE,
+        when("an adapter that changes the model from the start", |config| {
+            let init = config.adapter.as_ref().map(lora::LoraConfig::init);
+            init.is_some_and(|init| matches!(init, Ok(Init::Random | Init::Pissa | Init::Olora)))
+        }),
+        "the reference is the model without its adapters, which is not the model at the start then",
+        "use `adapter.init_lora_weights = true`, \"gaussian\" or \"orthogonal\", or `objective.reference = \"before-training\"`",
+    ),
+    (
+        when("`objective.reference`", |config| config.objective.reference != ReferenceKind::Auto),
+        when("an objective without a reference", |config| !config.objective.has_reference()),
+        "only \"dpo\", \"ipo\" and \"kto\" compare with the model at the start",
+        "leave `objective.reference` out",
+    ),
 ];
 
 /// Checks each technique against every other.
@@ -228,6 +340,10 @@ pub(super) fn check(config: &Config) -> Result<()> {
 /// A key with its value, as a file has it.
 fn value(key: &str, value: &dyn std::fmt::Debug) -> String {
     format!("`{key} = \"{}\"`", format!("{value:?}").to_lowercase())
+}
+
+fn objective(config: &Config) -> String {
+    format!("`objective.kind = \"{}\"`", config.objective.kind.name())
 }
 
 fn compute(config: &Config) -> String {

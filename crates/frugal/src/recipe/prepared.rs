@@ -14,7 +14,8 @@ use tch::{Kind, Tensor};
 use training::Trainer;
 use training::activations::{Activations, LayerPlan, StepPredictor};
 use training::clip::NonFinite;
-use training::optimizer::{AdamW, DeviceOptimizer, Group, Optimizer};
+use training::optimizer::{AdamW, DeviceOptimizer, Optimizer};
+use training::preference::{Preference, Switch};
 use training::scaler::GradScaler;
 use training::schedule::LrSchedule;
 use training::trainer::{Capture, FailedCheckpoint, Frozen, TrainerConfig};
@@ -22,7 +23,7 @@ use training::trainer::{Capture, FailedCheckpoint, Frozen, TrainerConfig};
 use crate::config::{ActivationPlan, Bytes, CaptureMode, Config, OptimizerPlace, ZeroStage};
 use crate::error::{Error, Result};
 use crate::planning::Budget;
-use crate::planning::captured::{EXPERTS, OFFLOADED_LAYERS, offload_refusal};
+use crate::planning::captured::{EXPERTS, OFFLOADED_LAYERS, PREFERENCES, offload_refusal};
 use crate::recipe::Recipe;
 
 /// Handles on the techniques within a model, for saving adapters, changing plans, and reading counters.
@@ -97,16 +98,15 @@ impl Prepared {
         // Between steps: tensors that are alive now, and state and gradients, which do not exist yet.
         let bytes = |tensor: &Tensor| (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64;
         let optimizer = &self.config.optimizer;
-        let slots = optimizer.rule.rule().slots().len() as u64;
-        let beside = |tensor: &Tensor| {
+        let beside = |(name, tensor): &(String, &Tensor)| {
             // Kept in fp32, except for fp64.
-            let fp32_bytes = tensor.numel() as u64 * 4.max(tensor.kind().elt_size_in_bytes() as u64);
+            let wide = if tensor.kind() == Kind::Double { 2 } else { 1 };
             let is_half = matches!(tensor.kind(), Kind::BFloat16 | Kind::Half);
             let copies = u64::from(is_half && optimizer.master_weights.keeps_copies());
-            bytes(tensor) + (slots + copies) * fp32_bytes
+            let state = optimizer.rule.state_bytes(name, &tensor.size());
+            bytes(tensor) + wide * state + copies * 4 * tensor.numel() as u64
         };
-        let trained: u64 =
-            module::trainable(self.model.as_ref()).iter().map(|(_, tensor)| beside(tensor)).sum();
+        let trained: u64 = module::trainable(self.model.as_ref()).iter().map(beside).sum();
         let alive = memory::live_bytes(device)? + trained;
         let layers = activations.plan().len();
         let left = budget.0.checked_sub(alive).ok_or_else(|| Error::Value {
@@ -134,6 +134,7 @@ impl Prepared {
         let Self { config, ranks, model, handles, precision, scaler } = self;
         let (own, training) = (&config.optimizer, &config.training);
         let schedule = schedule(&config, steps)?;
+        let over_ranks = ranks.is_some();
         let parameters = module::trainable(model.as_ref());
         if parameters.is_empty() {
             return Err(Error::Value {
@@ -149,7 +150,7 @@ impl Prepared {
         };
         // The optimizer: over ranks, on the host beside offloaded layers, or on the device.
         let order = parameters.iter().map(|(name, _)| name.clone()).collect();
-        let groups = Group::by_dimension(parameters, own.lr, own.weight_decay);
+        let groups = own.rule.groups(parameters, own.lr, own.weight_decay);
         let stochastic_rounding = own.master_weights.rounding_seed(training.seed);
         let optimizer: Box<dyn Optimizer> = match (ranks, own.place, &handles.offload) {
             (Some(ranks), ..) => {
@@ -204,7 +205,7 @@ impl Prepared {
             frozen,
             non_finite: match own.place {
                 // Layers are updated within backward then, which would need memory for all gradients to skip a step.
-                OptimizerPlace::Host if own.clip == 0.0 => NonFinite::Fail,
+                OptimizerPlace::Host if own.clip == 0.0 && !over_ranks => NonFinite::Fail,
                 _ => NonFinite::Skip,
             },
             capture: match training.capture {
@@ -219,7 +220,15 @@ impl Prepared {
         trainer.precision = precision;
         trainer.scaler = scaler;
         let offloads = handles.offload.is_some().then_some(OFFLOADED_LAYERS);
-        let refusal = offloads.or(offload_refusal(&config)).or(has_experts.then_some(EXPERTS));
+        if let Some(objective) = config.objective.preference()? {
+            let is_known = config.objective.is_computed_before(config.adapter.is_some());
+            let switch = handles.adapters.as_ref().filter(|_| !is_known).map(Adapters::switch);
+            let switch = switch.map(|switch| -> Switch { Box::new(move || Ok(Box::new(switch.disable()?))) });
+            trainer.preference = Some(Preference { objective, switch });
+        }
+        let preferences = trainer.preference.is_some().then_some(PREFERENCES);
+        let refusal =
+            offloads.or(offload_refusal(&config)).or(has_experts.then_some(EXPERTS)).or(preferences);
         trainer.not_captured = refusal.map(str::to_owned);
         Ok((trainer, handles))
     }

@@ -19,8 +19,8 @@ use super::encoder::RowEncoder;
 use crate::error::{Error, Result};
 
 /// Version of how rows are made. Increased when the same data and options give other rows, or other notes, than before.
-const VERSION: u32 = 4;
-const MARK: [u8; 8] = *b"FRGLROW2";
+const VERSION: u32 = 5;
+const MARK: [u8; 8] = *b"FRGLROW3";
 /// Bytes of a digest.
 const DIGEST: usize = 32;
 /// Files that are kept.
@@ -198,9 +198,9 @@ mod tests {
     fn rows_are_read_as_they_were_written_and_damaged_files_are_not() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("new/a.rows");
-        let row = |tokens: &[i64], learned: usize| MaskedRow {
-            labels: (0..).zip(tokens).map(|(at, id)| if at < learned { IGNORE_INDEX } else { *id }).collect(),
-            tokens: tokens.to_vec(),
+        let row = |tokens: &[i64], learned: usize| {
+            let label = |(at, id): (usize, &i64)| if at < learned { IGNORE_INDEX } else { *id };
+            MaskedRow::new(tokens.to_vec(), (0..).zip(tokens).map(label).collect())
         };
         let rows = vec![row(&[5, 151_643, 0], 1), row(&[], 0), row(&[1, 2, 3, 4, 5, 6, 7, 8, 9], 8)];
         let rows = MaskedRows::of(&rows).unwrap();

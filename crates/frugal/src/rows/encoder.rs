@@ -105,17 +105,18 @@ impl RowEncoder {
         if rows.is_empty() {
             counts.without_label += 1;
         }
+        match content {
+            Content::Pair { .. } => return self.answers::<2>(record, rows, counts),
+            Content::Rated { .. } => return self.answers::<1>(record, rows, counts),
+            _ => {}
+        }
         for row in rows {
             self.check(&row).map_err(|error| record.location.error(error))?;
             let longest = self.options.longest;
             let parts = match self.options.overlong {
                 _ if row.tokens.len() <= longest => vec![row],
                 Overlong::Error => {
-                    let reason = format!(
-                        "{} tokens are more than the longest row of {longest}; shorten it, or choose what happens to long \
-                         rows: --overlong skip, truncate or split",
-                        row.tokens.len(),
-                    );
+                    let reason = too_long(row.tokens.len(), longest, "skip, truncate or split");
                     return Err(record.location.error(reason).into());
                 }
                 Overlong::Skip => {
@@ -143,6 +144,62 @@ impl RowEncoder {
                 }
             }
         }
+        Ok((kept, counts))
+    }
+
+    /// Returns the rows of a pair, the chosen one first, or that of a rated answer: all or none.
+    fn answers<const N: usize>(
+        &self,
+        record: &Record,
+        rows: Vec<MaskedRow>,
+        counts: Counts,
+    ) -> Result<(Vec<MaskedRow>, Counts)> {
+        let refuse = |reason: String| Err(record.location.error(reason).into());
+        let (mut counts, count) = (counts, rows.len());
+        let Ok(rows) = <[MaskedRow; N]>::try_from(rows) else {
+            let of = if N == 2 { "`chosen` and `rejected` make" } else { "the answer makes" };
+            return refuse(format!(
+                "{of} {count} rows, and not one each: an answer is empty, or the chat template changes earlier answers when later ones \
+                 follow; leave a single answer to learn in each"
+            ));
+        };
+        if let [chosen, rejected] = &rows[..]
+            && chosen.tokens == rejected.tokens
+        {
+            counts.without_label += 2;
+            counts.notes.note(
+                "`chosen` and `rejected` are equal: nothing is learned from them, and they are left out"
+                    .to_owned(),
+                &record.location,
+            );
+            return Ok((Vec::new(), counts));
+        }
+        let (mut kept, longest) = (Vec::new(), self.options.longest);
+        let most = rows.iter().map(|row| row.tokens.len()).max().unwrap_or(0);
+        match self.options.overlong {
+            Overlong::Error | Overlong::Split if most > longest => {
+                return refuse(too_long(most, longest, "skip or truncate"));
+            }
+            Overlong::Skip if most > longest => {
+                counts.skipped += N;
+                return Ok((kept, counts));
+            }
+            _ => {}
+        }
+        for row in rows {
+            self.check(&row).map_err(|error| record.location.error(error))?;
+            counts.truncated += usize::from(row.tokens.len() > longest);
+            kept.push(truncate(row, longest));
+        }
+        let labels =
+            |row: &MaskedRow| row.labels.iter().skip(1).filter(|label| **label != IGNORE_INDEX).count();
+        if kept.iter().any(|row| labels(row) == 0) {
+            counts.without_label += N;
+            return Ok((Vec::new(), counts));
+        }
+        counts.rows += N;
+        counts.tokens += kept.iter().map(|row| row.tokens.len()).sum::<usize>();
+        counts.trained += kept.iter().map(labels).sum::<usize>();
         Ok((kept, counts))
     }
 
@@ -176,15 +233,30 @@ impl RowEncoder {
                 None => vec![self.completion(prompt, completion, found)?],
             },
             Content::Completion { prompt, completion } => vec![self.completion(prompt, completion, found)?],
+            Content::Pair { chosen, rejected } => {
+                let mut rows = self.rated(chosen, true, found)?;
+                rows.extend(self.rated(rejected, false, found)?);
+                rows
+            }
+            Content::Rated { answer, is_desirable } => self.rated(answer, *is_desirable, found)?,
             Content::Text(text) if text.is_empty() => Vec::new(),
             Content::Text(text) => vec![self.delimited(text, None, found)?],
             Content::Tokens { ids, is_trained } => {
                 let tokens: Vec<i64> = ids.iter().map(|id| i64::from(*id)).collect();
                 let labels = tokens.iter().zip(is_trained);
                 let labels = labels.map(|(id, is_trained)| if *is_trained { *id } else { IGNORE_INDEX });
-                vec![MaskedRow { labels: labels.collect(), tokens }]
+                let labels = labels.collect();
+                vec![MaskedRow::new(tokens, labels)]
             }
         })
+    }
+
+    /// Returns the rows of an answer. Their tokens after the prompt are learned, whatever the options say.
+    fn rated(&self, answer: &Content, is_desirable: bool, found: &mut Findings) -> Result<Vec<MaskedRow>> {
+        let options = RowConfig { mask: Mask::Answers, ..self.options.clone() };
+        let mut rows = Self { options, ..self.clone() }.rows(answer, found)?;
+        rows.iter_mut().for_each(|row| row.weight = if is_desirable { 1.0 } else { -1.0 });
+        Ok(rows)
     }
 
     fn conversation(
@@ -239,7 +311,7 @@ impl RowEncoder {
             // All of it is learned, and it may be long.
             let ids = self.tokenizer.encode_long(text)?;
             let tokens: Vec<i64> = ids.iter().map(|id| i64::from(*id)).collect();
-            (ids, MaskedRow { labels: tokens.clone(), tokens })
+            (ids, MaskedRow::new(tokens.clone(), tokens))
         } else {
             let encoded = self.tokenizer.encode_with_spans(text)?;
             let answer = learned..text.len();
@@ -281,12 +353,20 @@ impl Findings {
     }
 }
 
+/// Why a row is refused that has more tokens than the longest one may.
+fn too_long(tokens: usize, longest: usize, choices: &str) -> String {
+    format!(
+        "{tokens} tokens are more than the longest row of {longest}; shorten it, or choose what happens to long rows: --overlong {choices}"
+    )
+}
+
 /// Returns the row of tokens; those within these parts of the text count in the loss.
 fn row(encoded: &Encoded, learned: &[Range<usize>]) -> MaskedRow {
     let tokens: Vec<i64> = encoded.ids.iter().map(|id| i64::from(*id)).collect();
     let within = encoded.is_within(learned);
     let labels = tokens.iter().zip(within).map(|(id, within)| if within { *id } else { IGNORE_INDEX });
-    MaskedRow { labels: labels.collect(), tokens }
+    let labels = labels.collect();
+    MaskedRow::new(tokens, labels)
 }
 
 /// Returns whether an answer that is learned is empty.
@@ -305,6 +385,8 @@ fn has_empty_answer(content: &Content) -> bool {
             answers.any(|message| message.fields.iter().all(is_blank))
         }
         Content::Completion { completion, .. } => completion.trim().is_empty(),
+        Content::Pair { chosen, rejected } => has_empty_answer(chosen) || has_empty_answer(rejected),
+        Content::Rated { answer, .. } => has_empty_answer(answer),
         Content::Text(_) | Content::Tokens { .. } => false,
     }
 }

@@ -19,20 +19,25 @@ pub const MAX_HELD_OUT: usize = 1000;
 /// Different rows with the least hashes that are looked at.
 const LOOKED_AT: usize = 1 << 16;
 
-/// Divides rows into those to train on, in their order, and the `share` of them that is held out: 1 at least and
+/// Divides groups of `together` rows into those to train on, in their order, and the `share` of them that is held out: 1 at least and
 /// [`MAX_HELD_OUT`] at most. None of fewer than [`MIN_ROWS`], and none for a share of 0.
 ///
 /// # Errors
 /// Rows that cannot be read.
-pub fn hold_out(rows: &MaskedRows, share: f64) -> Result<(MaskedRows, MaskedRows)> {
-    if share <= 0.0 || rows.len() < MIN_ROWS {
+pub fn hold_out(rows: &MaskedRows, together: usize, share: f64) -> Result<(MaskedRows, MaskedRows)> {
+    let groups = rows.len() / together;
+    if share <= 0.0 || groups < MIN_ROWS {
         return Ok((rows.clone(), MaskedRows::default()));
     }
-    let count = ((share * rows.len() as f64).round() as usize).clamp(1, MAX_HELD_OUT);
+    let count = ((share * groups as f64).round() as usize).clamp(1, MAX_HELD_OUT);
     // Of each hash the number of its rows, and the first of them.
     let mut by_hash: BTreeMap<u64, (usize, Vec<u32>)> = BTreeMap::new();
-    for (number, row) in rows.iter().enumerate() {
-        let (equal, first) = by_hash.entry(hash(&row?)).or_default();
+    for number in 0..groups {
+        let mut hash = Fingerprint::new("held-out rows");
+        for row in number * together..(number + 1) * together {
+            hash = hashed(hash, &rows.row(row)?);
+        }
+        let (equal, first) = by_hash.entry(hash.finish()).or_default();
         *equal += 1;
         if first.len() < count {
             first.push(number as u32);
@@ -53,15 +58,14 @@ pub fn hold_out(rows: &MaskedRows, share: f64) -> Result<(MaskedRows, MaskedRows
         }
     }
     chosen.sort_unstable();
-    Ok(rows.divide(&chosen))
+    let together = together as u32;
+    let rows_of = |group: &u32| group * together..(group + 1) * together;
+    Ok(rows.divide(&chosen.iter().flat_map(rows_of).collect::<Vec<_>>()))
 }
 
-fn hash(row: &MaskedRow) -> u64 {
+fn hashed(before: Fingerprint, row: &MaskedRow) -> Fingerprint {
     let numbers = |values: &[i64]| values.iter().map(|value| value.cast_unsigned()).collect::<Vec<_>>();
-    Fingerprint::new("held-out rows")
-        .numbers(numbers(&row.tokens).into_iter())
-        .numbers(numbers(&row.labels).into_iter())
-        .finish()
+    before.numbers(numbers(&row.tokens).into_iter()).numbers(numbers(&row.labels).into_iter())
 }
 
 #[cfg(test)]
@@ -69,7 +73,7 @@ mod tests {
     use super::*;
 
     fn row(id: i64) -> MaskedRow {
-        MaskedRow { tokens: vec![id, id + 1, id % 3], labels: vec![-100, id + 1, id % 3] }
+        MaskedRow::new(vec![id, id + 1, id % 3], vec![-100, id + 1, id % 3])
     }
 
     fn rows(count: i64) -> Vec<MaskedRow> {
@@ -77,7 +81,7 @@ mod tests {
     }
 
     fn hold_out(rows: Vec<MaskedRow>, share: f64) -> (Vec<MaskedRow>, Vec<MaskedRow>) {
-        let (train, held) = super::hold_out(&MaskedRows::of(&rows).unwrap(), share).unwrap();
+        let (train, held) = super::hold_out(&MaskedRows::of(&rows).unwrap(), 1, share).unwrap();
         (train.to_vec().unwrap(), held.to_vec().unwrap())
     }
 
@@ -115,6 +119,16 @@ mod tests {
         let (_, more) = hold_out(rows(2200), 0.02);
         let (held, more) = (ids(&held), ids(&more));
         assert!(held.iter().filter(|id| more.contains(id)).count() >= 36, "{held:?} {more:?}");
+    }
+
+    #[test]
+    fn pairs_are_not_divided() {
+        let all = MaskedRows::of(&rows(400)).unwrap();
+        let (train, held) = super::hold_out(&all, 2, 0.05).unwrap();
+        assert_eq!((train.len(), held.len()), (380, 20));
+        for pair in held.to_vec().unwrap().chunks(2).chain(train.to_vec().unwrap().chunks(2)) {
+            assert_eq!((pair[0].tokens[0] % 2, pair[1].tokens[0]), (0, pair[0].tokens[0] + 1));
+        }
     }
 
     #[test]

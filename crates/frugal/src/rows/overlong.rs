@@ -45,8 +45,11 @@ pub(super) fn split(row: &MaskedRow, longest: usize, begin: Option<u32>) -> Vec<
     starts
         .map(|start| {
             let part = start..row.tokens.len().min(start + step + 1);
-            let mut part =
-                MaskedRow { tokens: row.tokens[part.clone()].to_vec(), labels: row.labels[part].to_vec() };
+            let mut part = MaskedRow {
+                tokens: row.tokens[part.clone()].to_vec(),
+                labels: row.labels[part].to_vec(),
+                weight: row.weight,
+            };
             if let Some(first) = first {
                 (part.tokens[0], part.labels[0]) = (first, row.labels[0]);
             }
@@ -70,7 +73,7 @@ mod tests {
     fn every_token_of_a_divided_row_is_predicted_once() {
         for (length, longest) in [(2, 2), (7, 2), (7, 3), (9, 5), (10, 9), (10, 10), (10, 11)] {
             let tokens: Vec<i64> = (0..length).collect();
-            let row = MaskedRow { labels: tokens.clone(), tokens };
+            let row = MaskedRow::new(tokens.clone(), tokens);
             for begin in [None, Some(0), Some(3)] {
                 let parts = split(&row, longest, begin);
                 assert!(
@@ -97,7 +100,7 @@ mod tests {
 
     #[test]
     fn a_part_of_a_prompt_has_no_label_at_its_begin_token() {
-        let row = MaskedRow { tokens: vec![9, 1, 2, 3, 4], labels: vec![-100, -100, 2, 3, 4] };
+        let row = MaskedRow::new(vec![9, 1, 2, 3, 4], vec![-100, -100, 2, 3, 4]);
         let parts = split(&row, 3, Some(9));
         let tokens: Vec<_> = parts.iter().map(|part| part.tokens.clone()).collect();
         let labels: Vec<_> = parts.into_iter().map(|part| part.labels).collect();

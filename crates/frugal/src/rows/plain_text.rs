@@ -116,5 +116,5 @@ pub fn texts(files: &[PathBuf], encoder: &RowEncoder, limit: Option<usize>) -> R
 
 /// Returns a row in which every token counts in the loss.
 fn learned(tokens: Vec<i64>) -> MaskedRow {
-    MaskedRow { labels: tokens.clone(), tokens }
+    MaskedRow::new(tokens.clone(), tokens)
 }

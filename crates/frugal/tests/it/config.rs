@@ -84,7 +84,7 @@ fn what_is_wrong_is_named_with_its_line() {
     check(
         "[trainin]\nsteps = 5",
         expect![
-            "line 1 (`[trainin]`): unknown field `trainin`, expected one of `task`, `method`, `model`, `data`, `adapter`, `mlp`, `loss`, `activations`, `offload`, `experts`, `precision`, `optimizer`, `training`; did you mean `training`?"
+            "line 1 (`[trainin]`): unknown field `trainin`, expected one of `task`, `method`, `model`, `data`, `objective`, `rollout`, `adapter`, `mlp`, `loss`, `activations`, `offload`, `experts`, `precision`, `optimizer`, `training`; did you mean `training`?"
         ],
     );
     check(
@@ -153,6 +153,13 @@ fn a_file_without_an_adapter_is_lora_unless_it_names_another_method() {
         ("method = \"full\"", None, 2e-5),
         ("method = \"full\"\n[optimizer]\nlr = 1e-3", None, 1e-3),
         ("task = \"train\"", None, 1e-3),
+        // Lion's steps are a fifth of AdamW's.
+        ("[optimizer]\nrule = \"lion\"", Some((8, 16.0, false)), 4e-5),
+        ("method = \"full\"\n[optimizer]\nrule = \"lion\"", None, 4e-6),
+        ("method = \"full\"\n[optimizer]\nrule = \"lion\"\nlr = 2e-5", None, 2e-5),
+        ("task = \"train\"\n[optimizer]\nrule = \"lion\"", None, 2e-4),
+        ("[objective]\nkind = \"dpo\"\n[optimizer]\nrule = \"lion\"", Some((8, 16.0, false)), 2e-6),
+        ("[optimizer]\nrule = \"muon\"", Some((8, 16.0, false)), 2e-4),
     ] {
         let config = read(text);
         assert_eq!((adapter(&config), config.optimizer.lr), (expected, rate), "{text}");

@@ -82,6 +82,7 @@ fn no_bit_depends_on_the_number_of_ranks() {
     let whole = lora_recipe_with_whole_base(lora);
     // Nor on what the layers keep.
     let keep = |case: &Case| Case { recipe: format!("{}{KEEP}", case.recipe), ..case.clone() };
+    // Nor on where the shards are.
     let every_second = case(3, 0.0, 4, "[activations]\nplan = \"every-k\"\n[offload]\nring = 1\n");
     let mut groups = [
         vec![
@@ -96,6 +97,9 @@ fn no_bit_depends_on_the_number_of_ranks() {
             (three.clone(), 3),
             (in_replicas(2, &three), 4),
             (in_replicas(2, &keep(&three)), 2),
+            (in_files(&three), 1),
+            (in_files(&keep(&three)), 2),
+            (in_files(&in_replicas(2, &three)), 4),
             (three, 4),
         ],
         // A last round with fewer micro-batches than ranks.
@@ -111,10 +115,17 @@ fn no_bit_depends_on_the_number_of_ranks() {
             (bf16.clone(), 1),
             (masters.clone(), 1),
             (in_replicas(2, &masters), 4),
+            (in_files(&masters), 1),
+            (in_files(&masters), 3),
             (masters, 2),
             (keep(&bf16), 3),
         ],
-        vec![(stochastic.clone(), 1), (keep(&stochastic), 3), (in_replicas(2, &stochastic), 4)],
+        vec![
+            (stochastic.clone(), 1),
+            (keep(&stochastic), 3),
+            (in_files(&stochastic), 2),
+            (in_replicas(2, &stochastic), 4),
+        ],
         // Adapters over a frozen base, divided or not.
         vec![
             (case(3, 0.5, 4, lora), 1),
@@ -122,6 +133,7 @@ fn no_bit_depends_on_the_number_of_ranks() {
             (case(3, 0.5, 4, lora), 4),
             (in_replicas(2, &case(3, 0.5, 4, lora)), 4),
             (keep(&case(3, 0.5, 4, lora)), 2),
+            (case(3, 0.5, 4, "[adapter]\nr = 4\n[offload]\nring = 2\ntier = \"file\"\n"), 2),
             (whole.clone(), 1),
             (keep(&whole), 2),
             (whole, 3),
@@ -144,6 +156,12 @@ fn in_replicas(replicas: usize, case: &Case) -> Case {
 
 const KEEP: &str = "[activations]\nplan = \"keep\"\n";
 
+/// The same training of all weights with its shards and their state in files.
+fn in_files(case: &Case) -> Case {
+    let recipe = case.recipe.replace("zero_stage", "place = \"host\"\nzero_stage");
+    Case { recipe: format!("{recipe}[offload]\ntier = \"file\"\n"), ..case.clone() }
+}
+
 fn lora_recipe_with_whole_base(lora: &str) -> Case {
     let case = case(3, 0.5, 4, lora);
     let recipe = case.recipe.replace("zero_stage", "frozen_weights = \"whole\"\nzero_stage");
@@ -161,10 +179,40 @@ fn a_killed_training_resumes_with_other_numbers_of_ranks_to_the_same_bits() {
     let names = ["with rank 3", "ranks 2 3`: ", "ranks 1 3`: "];
     let named = |log: &Vec<String>| log.iter().any(|line| names.iter().any(|name| line.contains(name)));
     assert!(printed[..3].iter().any(named), "{printed:?}");
-    // With two ranks up to step 4, with three to the end; and with one that is not stopped.
-    let printed = run(&[(Case { steps: 4, ..saved.clone() }, 2), (saved, 3), (unbroken, 1)]);
+    // With two ranks up to step 4, with three and shards in files to the end; and with one that is not stopped.
+    let printed = run(&[(Case { steps: 4, ..saved.clone() }, 2), (in_files(&saved), 3), (unbroken, 1)]);
     let of = |lines| end(lines, 6).into_iter().filter(|line| !line.starts_with("bytes")).collect::<Vec<_>>();
     assert_eq!(of(&printed[1][0]), of(&printed[2][0]));
+}
+
+/// Equal up to the order of sums, over replicas and over one, with more and with fewer ranks for each row.
+#[test]
+fn rows_are_divided_among_other_numbers_of_ranks_after_a_resume() {
+    let folder = tempfile::tempdir().unwrap();
+    let unbroken = case(3, 0.5, 4, "");
+    let until = |steps: u64, parts: usize| {
+        let others = format!("sequence_parallel_size = {parts}\n");
+        Case { steps, folder: Some(folder.path().to_owned()), ..case(3, 0.5, 4, &others) }
+    };
+    let printed = run(&[
+        (in_replicas(2, &until(2, 2)), 4),
+        (until(4, 1), 3),
+        (until(6, 2), 2),
+        (Case { steps: 6, ..unbroken }, 1),
+    ]);
+    let losses = |lines: &Vec<String>| -> Vec<f64> {
+        let of_step =
+            |line: &String| Some(line.strip_prefix("step ")?.split_once(" loss ")?.1[..16].to_owned());
+        let number = |bits: String| f64::from_bits(u64::from_str_radix(&bits, 16).unwrap());
+        lines.iter().filter_map(of_step).map(number).collect()
+    };
+    let resumed: Vec<f64> = printed[..3].iter().flat_map(|ranks| losses(&ranks[0])).collect();
+    let whole = losses(&printed[3][0]);
+    assert_eq!((resumed.len(), whole.len()), (6, 6));
+    for (resumed, whole) in resumed.iter().zip(&whole) {
+        assert!((resumed / whole - 1.0).abs() < 1e-5, "{resumed} and {whole}");
+    }
+    assert!((whole[5] / whole[0] - 1.0).abs() > 1e-2, "{whole:?}");
 }
 
 #[test]
@@ -331,16 +379,14 @@ fn what_does_not_go_together_is_refused() {
         recipe.over(&Group::alone()).unwrap_err().to_string() + "\n"
     };
     expect![[r#"
-        `optimizer.place = "host"` and 1 ranks cannot be combined: the ranks' own optimizer steps the shards, where they are; use `optimizer.place = "device"`
+        `optimizer.place = "host"` and 1 ranks cannot be combined: the ranks' own optimizer steps the shards, where they are; use `optimizer.place = "device"`, or `offload.tier = "file"`, where the shards and their state are in files
         `offload.method` and 1 ranks cannot be combined: layers are gathered into the ring's slots; use `offload.method = "overlap"`
-        `offload.tier = "file"` and 1 ranks cannot be combined: shards of frozen weights are in host memory; use `optimizer.frozen_weights = "whole"`, or `offload.tier = "host"`
         `activations` and 1 ranks cannot be combined: a divided layer keeps all its activations, or its input alone; use `activations.plan = "keep"`, "every-k" or "recompute" with `activations.recompute = "layer"`, or `optimizer.zero_stage = 2`
         `activations.plan = "keep"` in mixed precision and 1 ranks cannot be combined: the activations of a layer then include casts of its weights, which would stay for all layers at once; use `activations.plan = "recompute"`, or `model.dtype = "bfloat16"` with `precision.compute = "fp32"`
     "#]].assert_eq(
         &[
             refused("place = \"host\"\n", "[offload]\n"),
             refused("", "[offload]\nmethod = \"function\"\n"),
-            refused("", "[offload]\ntier = \"file\"\n[adapter]\nr = 2\n"),
             refused("", "[activations]\nplan = \"every-k\"\nrecompute = \"mlp\"\n"),
             refused("", "[activations]\nplan = \"keep\"\n[precision]\ncompute = \"bf16\"\n"),
         ]

@@ -18,9 +18,11 @@ mod gsm8k_tokenize;
 mod joint_projections;
 mod layers_over_ranks;
 mod mixtures;
+mod objectives;
 mod pairs;
 mod predicted_peaks;
 mod predicted_peaks_over_ranks;
+mod preference_steps;
 mod quantized_base;
 mod real_models;
 mod recipe;
@@ -34,3 +36,4 @@ mod techniques_over_ranks;
 mod triples;
 #[cfg(target_os = "linux")]
 mod unused_fields;
+mod update_rules;

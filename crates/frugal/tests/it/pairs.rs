@@ -17,7 +17,7 @@ use frugal::recipe::Prepared;
 use frugal::runtime::random::Generator;
 use frugal::sharding::Mesh;
 use frugal::training::Batches;
-use frugal::training::masked_rows::{Layout, MaskedBatches, MaskedRow};
+use frugal::training::masked_rows::{Grouping, Layout, MaskedBatches, MaskedRow};
 use frugal::training::observer::{Observer, StepRecord};
 use frugal::training::trainer::Overflow;
 use frugal::{Config, Error, Recipe};
@@ -38,7 +38,8 @@ pub(crate) fn rows() -> Vec<MaskedRow> {
         let length = 5 + number % 5;
         let tokens: Vec<i64> = (0..length).map(|at| (7 * number + 5 * at * at + 3) % VOCABULARY).collect();
         let labels = (0..).zip(&tokens).map(|(at, id)| if at < 2 { -100 } else { *id }).collect();
-        MaskedRow { tokens, labels }
+        // Every second one is an undesirable answer, for an objective over rated ones.
+        MaskedRow { tokens, labels, weight: if number % 2 == 0 { 1.0 } else { -1.0 } }
     };
     (0..ROWS as i64).map(row).collect()
 }
@@ -48,6 +49,9 @@ fn model(family: Family) -> Box<dyn LanguageModel> {
     let model: Box<dyn LanguageModel> = match family {
         Family::Llama => {
             Box::new(Llama::new(&DecoderConfig::llama(VOCABULARY, 16, 24, 3, 2), options).unwrap())
+        }
+        Family::Wide => {
+            Box::new(Llama::new(&DecoderConfig::llama(VOCABULARY, 64, 72, 3, 2), options).unwrap())
         }
         Family::Gpt2 => {
             let config = Gpt2Config {
@@ -143,7 +147,7 @@ pub(crate) fn base() -> Config {
 }
 
 #[allow(clippy::result_large_err, reason = "a test's errors are few")]
-fn run(family: Family, techniques: &[&Technique]) -> Result<Outcome, Error> {
+pub(crate) fn run(family: Family, techniques: &[&Technique]) -> Result<Outcome, Error> {
     run_over(family, techniques, None, Overflow::Skip)
 }
 
@@ -164,10 +168,12 @@ pub(crate) fn run_over(
         recipe = recipe.over(ranks)?;
     }
     frugal::runtime::random::seed(1).unwrap();
+    let grouping = config.objective.preference()?.map_or(Grouping::Rows, |objective| objective.grouping());
     let layout = Layout {
-        batch: config.training.batch,
+        batch: (config.training.batch / grouping.rows()).max(1),
         packed: config.data.packing,
         shuffle: Some(1),
+        grouping,
         ..Layout::default()
     };
     let mut data = MaskedBatches::new(rows(), layout, Device::Cpu)?;

@@ -3,13 +3,15 @@
 
 mod in_blocks;
 mod not_predicted;
+mod of_pairs;
 
 use accounting::activation_plan::LayerPlan;
 use accounting::candidates::{Job, Placement, Tier};
 use accounting::lora::LowRank;
 use accounting::offload::OptimizerPlace;
 use frugal::config::{
-    ActivationPlan, Compute, Config, Dtype, LossHeadKind, MasterWeights, OffloadConfig, Recomputed,
+    ActivationPlan, Compute, Config, Dtype, LossHeadKind, MasterWeights, ObjectiveKind, OffloadConfig,
+    OptimizerRule, Recomputed,
 };
 use frugal::planning::{self, DataShape, KnownRates, WeightFormat};
 use frugal::{Recipe, runtime};
@@ -20,7 +22,7 @@ use models::{DecoderConfig, Llama};
 use runtime::device::pinned_bytes;
 use runtime::memory::{Region, live_bytes};
 use tch::{Device, Kind};
-use training::masked_rows::{Layout, MaskedBatches, MaskedRow};
+use training::masked_rows::{Grouping, Layout, MaskedBatches, MaskedRow};
 
 /// The share of the measured peak by which a prediction may be wrong.
 const TOLERANCE: f64 = 0.05;
@@ -50,6 +52,9 @@ struct Case {
     on_gpu: bool,
     /// Tokens whose logits exist at a time.
     chunk: i64,
+    /// What is learned. The rows of pairs are neighbours.
+    objective: ObjectiveKind,
+    rule: OptimizerRule,
 }
 
 fn keep(layers: usize) -> Placement {
@@ -159,6 +164,8 @@ const ADAPTED: Case = Case {
     mlp: None,
     on_gpu: false,
     chunk: 64,
+    objective: ObjectiveKind::NextToken,
+    rule: OptimizerRule::AdamW,
 };
 const FULL: Case = Case { name: "full", adapters: None, ..ADAPTED };
 const FULL_BF16: Case = Case { kind: Kind::BFloat16, length: 40, ..FULL };
@@ -167,7 +174,7 @@ const DORA: Case = Case { name: "DoRA", adapters: Some(dora), ..ADAPTED };
 const ROWS: Case = Case { name: "rows of tokens", adapters: Some(token_rows), ..ADAPTED };
 const PISSA: Case = Case { name: "PiSSA", adapters: Some(pissa), ..ADAPTED };
 
-const CASES: [Case; 56] = [
+const CASES: [Case; 62] = [
     ADAPTED,
     Case { name: "adapters, short", length: 24, rows: 2, ..ADAPTED },
     Case { name: "adapters, bf16", kind: Kind::BFloat16, ..ADAPTED },
@@ -256,6 +263,17 @@ const CASES: [Case; 56] = [
         accumulation: 2,
         ..FULL
     },
+    Case { name: "adapters, 8-bit AdamW", rule: OptimizerRule::AdamW8bit, ..ADAPTED },
+    Case { name: "adapters, Lion, recomputed", rule: OptimizerRule::Lion, placement: recompute, ..ADAPTED },
+    Case { name: "full, 8-bit AdamW", rule: OptimizerRule::AdamW8bit, ..FULL },
+    Case { name: "full, bf16, 8-bit AdamW", rule: OptimizerRule::AdamW8bit, ..FULL_BF16 },
+    Case {
+        name: "full, bf16, rounded stochastically, 8-bit AdamW",
+        rule: OptimizerRule::AdamW8bit,
+        stochastic: true,
+        ..FULL_BF16
+    },
+    Case { name: "full, Lion, recomputed", rule: OptimizerRule::Lion, placement: recompute, ..FULL },
     Case { name: "full, MLPs keep their input", mlp: Some("input-only"), ..FULL },
     Case { name: "full, tiled MLPs", mlp: Some(TILED), length: 100, ..FULL },
     Case {
@@ -328,9 +346,12 @@ fn batches(case: &Case) -> MaskedBatches {
         let count = case.length + 1 - number % 5;
         let tokens: Vec<i64> = (0..count).map(|at| ((number * 37 + at * 11) % 290) as i64).collect();
         let labels = (0..).zip(&tokens).map(|(at, id)| if at < count / 2 { -100 } else { *id }).collect();
-        MaskedRow { tokens, labels }
+        MaskedRow::new(tokens, labels)
     };
-    let layout = Layout { batch: case.rows, packed: case.packed, shuffle: Some(3), ..Layout::default() };
+    let objective = config(case).objective.preference().unwrap();
+    let grouping = objective.map_or(Grouping::Rows, |objective| objective.grouping());
+    let batch = case.rows / grouping.rows();
+    let layout = Layout { batch, packed: case.packed, shuffle: Some(3), grouping, ..Layout::default() };
     MaskedBatches::new((0..6 * case.rows).map(row).collect(), layout, Device::Cpu).unwrap()
 }
 
@@ -348,6 +369,8 @@ fn config(case: &Case) -> Config {
     let mut config = Config { adapter, ..Config::default() };
     (config.training.batch, config.training.accumulation) = (case.rows, case.accumulation);
     config.training.micro_batch_size = case.at_once;
+    config.objective.kind = case.objective;
+    config.optimizer.rule = case.rule;
     config.model.dtype = match case.kind {
         Kind::BFloat16 => Some(Dtype::Bfloat16),
         Kind::Half => Some(Dtype::Float16),

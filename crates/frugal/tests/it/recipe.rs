@@ -18,7 +18,7 @@ fn rows() -> Vec<MaskedRow> {
     let row = |first: i64| {
         let tokens: Vec<i64> = (first..first + 6).collect();
         let labels = tokens.iter().map(|id| if *id < first + 3 { -100 } else { *id }).collect();
-        MaskedRow { tokens, labels }
+        MaskedRow::new(tokens, labels)
     };
     (0..12).map(row).collect()
 }

@@ -283,8 +283,8 @@ fn rows_of_large_data_are_on_the_disk() {
     // 12 million tokens: 48 MB of ids, and 192 MB as two lists of i64.
     assert_eq!((prepared.rows.len(), prepared.counts.tokens), (ROWS, 4000 * ROWS));
     assert!(memory() < before + (40 << 20), "{} and {}", before, memory());
-    assert_eq!(prepared.rows.row(ROWS - 1).unwrap(), MaskedRow { tokens: ids.clone(), labels: ids });
-    let (train, held) = rows::hold_out(&prepared.rows, 0.02).unwrap();
+    assert_eq!(prepared.rows.row(ROWS - 1).unwrap(), MaskedRow::new(ids.clone(), ids));
+    let (train, held) = rows::hold_out(&prepared.rows, 1, 0.02).unwrap();
     assert_eq!((train.len(), held.len()), (ROWS, 0), "equal rows stay together");
 
     // Kept rows are read from their file.

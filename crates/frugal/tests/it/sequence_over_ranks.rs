@@ -194,6 +194,15 @@ const DIVIDED: Technique = Technique {
     set: |config, _| config.training.sequence_parallel_size = 2,
 };
 
+/// And in each of two replicas two ranks for each row.
+const IN_REPLICAS: Technique = Technique {
+    set: |config, family| {
+        (DIVIDED.set)(config, family);
+        config.optimizer.replicas = 2;
+    },
+    ..DIVIDED
+};
+
 /// A rank's process runs this test alone.
 #[test]
 #[allow(
@@ -209,12 +218,13 @@ fn a_rank_of_each_technique() {
         let stage = &STAGES[stage];
         for technique in &TECHNIQUES {
             let name = format!("{}, {family:?}, {}", stage.name, technique.name);
-            let divided = |ranks: Mesh| {
+            let divided_as = |ranks: Mesh, rows: &Technique| {
                 let mesh = ranks.with_sequence(2).unwrap();
                 // A rank that is refused leaves while another one still connects.
                 mesh.sequence().unwrap().barrier("connected").unwrap();
-                run_over(family, &[stage, technique, &DIVIDED], Some(mesh), Overflow::Skip)
+                run_over(family, &[stage, technique, rows], Some(mesh), Overflow::Skip)
             };
+            let divided = |ranks: Mesh| divided_as(ranks, &DIVIDED);
             let of_four = world.duplicate(&format!("{name}, four")).unwrap();
             let first = world.rank() / 2 * 2;
             let of_two = world.subgroup(&format!("{name}, from {first}"), &[first, first + 1]).unwrap();
@@ -227,6 +237,9 @@ fn a_rank_of_each_technique() {
             };
             let four = divided((&of_four).into()).unwrap();
             check(&name, "four ranks", Promise::Bits, (&four, &with), Rounding::Fp32);
+            let replicas = of_four.duplicate(&format!("{name}, replicas")).unwrap();
+            let replicas = divided_as(Mesh::new(&replicas, 2).unwrap(), &IN_REPLICAS);
+            check(&name, "two replicas", Promise::Bits, (&replicas.unwrap(), &with), Rounding::Fp32);
             let options = GroupConfig { nccl_stand_in: true, ..GroupConfig::default() };
             let devices = of_two.reconnect(&format!("{name}, devices, from {first}"), options).unwrap();
             let over_devices = divided(Mesh::over_devices(&of_two, &devices, 1).unwrap()).unwrap();
@@ -276,6 +289,5 @@ fn every_technique_goes_with_divided_rows_or_is_refused_by_name() {
         stage 3, Llama, offload, function: `offload.method` and 2 ranks cannot be combined: layers are gathered into the ring's slots; use `offload.method = "overlap"`
         stage 3, Llama, offload, checkpointing: `offload.method` and 2 ranks cannot be combined: layers are gathered into the ring's slots; use `offload.method = "overlap"`
         stage 3, Llama, offload to files: `offload.tier = "file"` with full fine-tuning and `optimizer.place = "device"` cannot be combined: the optimizer's state of trained layers in files is in files, too; use `optimizer.place = "host"`, train an adapter, or use `offload.tier = "host"`
-        stage 3, Llama, layers and optimizer in files: `optimizer.place = "host"` and 2 ranks cannot be combined: the ranks' own optimizer steps the shards, where they are; use `optimizer.place = "device"`
         stage 3, Llama, optimizer on the host: `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&[refused[0].as_str(), refused[2].as_str()].join("\n"));
 }

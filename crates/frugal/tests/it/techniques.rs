@@ -31,6 +31,8 @@ pub(crate) struct Technique {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug)]
 pub(crate) enum Family {
     Llama,
+    /// Its matrices have 4096 numbers or more, so that an 8-bit state has 8 bits.
+    Wide,
     Gpt2,
     /// Layers that share keys, and a second embedding.
     Gemma4,
@@ -38,7 +40,7 @@ pub(crate) enum Family {
 
 fn adapter(family: Family, dora: bool) -> LoraConfig {
     let targets = match family {
-        Family::Llama | Family::Gemma4 => vec!["q_proj", "v_proj", "o_proj"],
+        Family::Llama | Family::Wide | Family::Gemma4 => vec!["q_proj", "v_proj", "o_proj"],
         Family::Gpt2 => vec!["c_attn"],
     };
     LoraConfig {
@@ -87,7 +89,7 @@ pub(crate) const TECHNIQUES: [Technique; 32] = [
         promise: Promise::Nothing,
         set: |config, family| {
             let (embedding, other) = match family {
-                Family::Llama | Family::Gemma4 => ("embed_tokens", "v_proj"),
+                Family::Llama | Family::Wide | Family::Gemma4 => ("embed_tokens", "v_proj"),
                 Family::Gpt2 => ("wte", "c_attn"),
             };
             let target_modules = Some([embedding, other].into());
@@ -180,7 +182,7 @@ pub(crate) const TECHNIQUES: [Technique; 32] = [
         promise: Promise::Within(1e-5),
         set: |config, family| {
             // An MLP of two layers has no tiles.
-            let level = if family == Family::Llama { "input-only-tiled:1KiB" } else { "input-only" };
+            let level = if family != Family::Gpt2 { "input-only-tiled:1KiB" } else { "input-only" };
             config.mlp.level = Some(level.to_owned());
         },
     },
@@ -280,7 +282,7 @@ pub(crate) const TECHNIQUES: [Technique; 32] = [
         set: |config, family| {
             config.model.freeze = Some(
                 match family {
-                    Family::Llama | Family::Gemma4 => r"layers\.1\..*",
+                    Family::Llama | Family::Wide | Family::Gemma4 => r"layers\.1\..*",
                     Family::Gpt2 => r"h\.1\..*",
                 }
                 .to_owned(),

@@ -13,6 +13,7 @@ use sha2::{Digest, Sha256};
 use tch::Kind;
 use testing::ranks::Ranks;
 
+use crate::objectives::{DPO, KTO, ORPO};
 use crate::pairs::{Outcome, ROWS, Rounding, broken, run_over};
 use crate::techniques::{Family, Promise, TECHNIQUES, Technique};
 
@@ -69,7 +70,7 @@ fn a_rank() {
         let store = Store::connect(launch, Duration::from_secs(30)).unwrap();
         for (number, (stage, family)) in CROSSED.into_iter().enumerate() {
             let stage = &DIVIDED[stage];
-            let techniques = TECHNIQUES.iter().chain([&OVERFLOWING]);
+            let techniques = TECHNIQUES.iter().chain([&OVERFLOWING, &DPO, &KTO, &ORPO]);
             for (technique, overflow) in techniques
                 .map(|technique| (technique, Overflow::Skip))
                 .chain([(&OVERFLOWING, Overflow::Retry { most: 20 })])
@@ -157,6 +158,5 @@ fn every_technique_computes_the_bits_of_one_rank_or_is_refused_by_name() {
         stage 3, offload, function: `offload.method` and 2 ranks cannot be combined: layers are gathered into the ring's slots; use `offload.method = "overlap"`
         stage 3, offload, checkpointing: `offload.method` and 2 ranks cannot be combined: layers are gathered into the ring's slots; use `offload.method = "overlap"`
         stage 3, offload to files: `offload.tier = "file"` with full fine-tuning and `optimizer.place = "device"` cannot be combined: the optimizer's state of trained layers in files is in files, too; use `optimizer.place = "host"`, train an adapter, or use `offload.tier = "host"`
-        stage 3, layers and optimizer in files: `optimizer.place = "host"` and 2 ranks cannot be combined: the ranks' own optimizer steps the shards, where they are; use `optimizer.place = "device"`
         stage 3, optimizer on the host: `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&[stage_2, stage_3].concat().join("\n"));
 }

@@ -1,7 +1,7 @@
 //! Rows of tokens and labels, in 4 bytes a token: in memory up to a bound, on disk beyond it.
 //!
 //! A row is stored as its ids (u32) and the lengths of its runs of labels: first those without a label, then those with one, and so on.
-//! An index has 16 bytes for each row: its offset, its tokens and its learned tokens. So sizes are known without reading rows. Rows and
+//! An index has 20 bytes for each row: its offset, its tokens, its learned tokens and its weight. So sizes are known without reading rows. Rows and
 //! index are read by position from files without a name ([`MaskedRowsWriter::new`]) or from a file of prepared rows
 //! ([`MaskedRows::read_file`]).
 
@@ -19,7 +19,7 @@ use crate::error::{Error, Result};
 /// Bytes of rows that are kept in memory, by default, and as many of the index.
 pub const IN_MEMORY: usize = 8 << 20;
 /// Bytes of a row in the index.
-const ENTRY: usize = 16;
+const ENTRY: usize = 20;
 
 /// Rows that can be read in any order, by any number of owners. See the [module](self).
 #[derive(Debug, Clone)]
@@ -103,6 +103,9 @@ impl MaskedRowsWriter {
         if tokens != labels {
             return refuse(format!("has {tokens} tokens and {labels} labels; expected one label per token"));
         }
+        if !row.weight.is_finite() {
+            return refuse(format!("has the weight {}; expected a finite number", row.weight));
+        }
         if self.count >= u32::MAX as usize || tokens > u32::MAX as usize {
             return refuse("is beyond 32 bits; divide the data".to_owned());
         }
@@ -134,7 +137,8 @@ impl MaskedRowsWriter {
         let mut entry = [0; ENTRY];
         entry[..8].copy_from_slice(&offset.to_le_bytes());
         entry[8..12].copy_from_slice(&(tokens as u32).to_le_bytes());
-        entry[12..].copy_from_slice(&learned.to_le_bytes());
+        entry[12..16].copy_from_slice(&learned.to_le_bytes());
+        entry[16..].copy_from_slice(&row.weight.to_le_bytes());
         self.index.push(&entry).map_err(failed)?;
         self.count += 1;
         Ok(())
@@ -195,13 +199,14 @@ impl MaskedRows {
         }
     }
 
-    fn entry(&self, number: usize) -> Result<(u64, RowSize)> {
+    fn entry(&self, number: usize) -> Result<(u64, RowSize, f32)> {
         let mut entry = [0; ENTRY];
         let at = (ENTRY * self.stored(number)) as u64;
         self.content.index.read(at, &mut entry).map_err(failed)?;
         let word = |at: usize| u32::from_le_bytes([entry[at], entry[at + 1], entry[at + 2], entry[at + 3]]);
         let offset = u64::from(word(0)) | u64::from(word(4)) << 32;
-        Ok((offset, RowSize { tokens: word(8) as usize, learned: word(12) as usize }))
+        let size = RowSize { tokens: word(8) as usize, learned: word(12) as usize };
+        Ok((offset, size, f32::from_bits(word(16))))
     }
 
     /// Returns the sizes of row `number`, without reading it.
@@ -223,7 +228,7 @@ impl MaskedRows {
     /// # Panics
     /// There is no such row.
     pub fn row(&self, number: usize) -> Result<MaskedRow> {
-        let (offset, size) = self.entry(number)?;
+        let (offset, size, weight) = self.entry(number)?;
         let read = |at: u64, count: usize| -> Result<Vec<u8>> {
             if at + 4 * count as u64 > self.content.length {
                 return Err(failed(io::Error::new(io::ErrorKind::InvalidData, "a row is damaged")));
@@ -247,7 +252,7 @@ impl MaskedRows {
                 _ => labels.extend_from_slice(&tokens[part]),
             }
         }
-        Ok(MaskedRow { tokens, labels })
+        Ok(MaskedRow { tokens, labels, weight })
     }
 
     /// Returns the rows in order.
@@ -347,7 +352,7 @@ mod tests {
         let tokens: Vec<i64> = (0..number % 7).map(|at| number * 31 + at).collect();
         let labels = (0..).zip(&tokens);
         let labels = labels.map(|(at, id)| if (at + number) % 3 == 0 { *id } else { IGNORE_INDEX }).collect();
-        MaskedRow { tokens, labels }
+        MaskedRow { tokens, labels, weight: number as f32 - 3.0 }
     }
 
     #[test]
@@ -399,7 +404,7 @@ mod tests {
     #[test]
     fn rows_that_cannot_be_stored_are_refused() {
         let refused = |tokens: &[i64], labels: &[i64]| {
-            let row = MaskedRow { tokens: tokens.to_vec(), labels: labels.to_vec() };
+            let row = MaskedRow::new(tokens.to_vec(), labels.to_vec());
             MaskedRows::of(&[row]).unwrap_err().to_string()
         };
         assert!(refused(&[1, 2], &[1]).contains("row 0 has 2 tokens and 1 labels"));

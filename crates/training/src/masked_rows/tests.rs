@@ -1,19 +1,29 @@
 use std::collections::BTreeMap;
 
+use dataloading::IGNORE_INDEX;
+use tch::Tensor;
+
 use super::*;
 
 fn row(first: i64, prompt: usize, answer: usize) -> MaskedRow {
     let tokens: Vec<i64> = (first..).take(prompt + answer).collect();
     let labels = (0..).zip(&tokens).map(|(at, id)| if at < prompt { IGNORE_INDEX } else { *id }).collect();
-    MaskedRow { tokens, labels }
+    MaskedRow::new(tokens, labels)
 }
 
 fn rows() -> Vec<MaskedRow> {
     (0..9).map(|number| row(100 * (number + 1), 2 + number as usize % 4, 1 + number as usize % 3)).collect()
 }
 
-const PADDED: Layout =
-    Layout { batch: 4, packed: None, pad: 7, shuffle: Some(3), by_length: 1, epochs: Some(2) };
+const PADDED: Layout = Layout {
+    batch: 4,
+    packed: None,
+    pad: 7,
+    shuffle: Some(3),
+    by_length: 1,
+    epochs: Some(2),
+    grouping: Grouping::Rows,
+};
 
 fn numbers(tensor: &Tensor) -> Vec<Vec<i64>> {
     Vec::try_from(tensor).unwrap()

@@ -3,7 +3,7 @@
 
 use runtime::ops::foreach;
 
-use super::rule::{Hyperparameters, Rule, Tensors, not_negative};
+use super::rule::{Extent, Hyperparameters, Rule, Slot, Tensors, not_negative};
 use crate::error::Result;
 
 /// AdaGrad (Duchi, Hazan & Singer, 2011). See the [module](super).
@@ -28,8 +28,8 @@ impl Rule for AdaGrad {
         "adagrad"
     }
 
-    fn slots(&self) -> &'static [&'static str] {
-        &["sum"]
+    fn slots(&self, parameter: Extent<'_>) -> Vec<Slot> {
+        Slot::like(parameter, &["sum"])
     }
 
     fn initial(&self) -> f64 {

@@ -11,7 +11,8 @@ use runtime::ops::{foreach, optimizer};
 use tch::{Kind, Tensor};
 
 use super::rule::{
-    FusedStep, Hyperparameters, Rule, Tensors, cast_gradients, fraction, not_negative, write_weights,
+    Extent, FusedStep, Hyperparameters, Rule, Slot, Tensors, cast_gradients, fraction, not_negative,
+    write_weights,
 };
 use crate::error::Result;
 
@@ -37,8 +38,8 @@ impl Rule for Adam {
         "adam"
     }
 
-    fn slots(&self) -> &'static [&'static str] {
-        &["exp_avg", "exp_avg_sq"]
+    fn slots(&self, parameter: Extent<'_>) -> Vec<Slot> {
+        Slot::like(parameter, &["exp_avg", "exp_avg_sq"])
     }
 
     fn check(&self) -> Result<()> {

@@ -4,7 +4,7 @@
 use runtime::ops::foreach;
 
 use super::Adam;
-use super::rule::{FusedStep, Hyperparameters, Rule, Tensors};
+use super::rule::{Extent, FusedStep, Hyperparameters, Rule, Slot, Tensors};
 use crate::error::Result;
 
 /// AdamW (Loshchilov & Hutter, arXiv:1711.05101). λ is the group's weight decay. See the [module](super).
@@ -26,7 +26,7 @@ impl Default for AdamW {
 }
 
 impl AdamW {
-    fn moments(&self) -> Adam {
+    pub(super) fn moments(&self) -> Adam {
         Adam { beta1: self.beta1, beta2: self.beta2, eps: self.eps }
     }
 }
@@ -36,8 +36,8 @@ impl Rule for AdamW {
         "adam_w"
     }
 
-    fn slots(&self) -> &'static [&'static str] {
-        &["exp_avg", "exp_avg_sq"]
+    fn slots(&self, parameter: Extent<'_>) -> Vec<Slot> {
+        Slot::like(parameter, &["exp_avg", "exp_avg_sq"])
     }
 
     fn check(&self) -> Result<()> {

@@ -1,6 +1,7 @@
-//! A step over all parameters, in buckets of one group, device, dtype and step number; a bucket takes one call.
+//! A step over all parameters, in buckets of one group, device, dtype, step number and kind of state; a bucket takes one call.
 
 use kernels::stochastic_rounding::{self, Rounding, StepNumber, Stream};
+use runtime::file_memory;
 use runtime::tensor_layout::TensorLayout;
 use runtime::tensor_memory::Dense;
 use tch::{Device, Kind, Tensor};
@@ -20,6 +21,8 @@ const CASTS: u64 = 64 << 20;
 #[derive(Debug)]
 struct Bucket<'a> {
     key: (usize, Device, Kind, u64),
+    /// The names of the slots, which some rules choose by the parameter's shape.
+    names: Vec<&'static str>,
     params: Vec<Dense<'a>>,
     grads: Vec<Dense<'a>>,
     slots: Vec<Vec<&'a Tensor>>,
@@ -66,7 +69,7 @@ pub(super) fn step(
     changed: &mut bool,
 ) -> Result<()> {
     let done = update(live, groups, arguments, changed);
-    for Live { parameter, is_new, .. } in live {
+    for Live { parameter, is_new, .. } in &mut *live {
         match (&done, &mut parameter.state) {
             (Ok(()), Some(state)) => {
                 state.wrote(&parameter.tensor);
@@ -79,7 +82,9 @@ pub(super) fn step(
             _ => {}
         }
     }
-    done
+    // State in files is not used until the next step.
+    let states = live.iter().filter_map(|one| one.parameter.state.as_ref());
+    done.and_then(|()| Ok(states.flat_map(ParameterState::tensors).try_for_each(file_memory::release)?))
 }
 
 fn update(
@@ -96,7 +101,7 @@ fn update(
         let rule = rule_of(parameter.group);
         let tensor = &parameter.tensor;
         let state = match parameter.state.take() {
-            None => ParameterState::new(rule, tensor, master_weights),
+            None => ParameterState::new(rule, tensor, parameter.whole, master_weights),
             Some(state) => Ok(state),
         };
         let state = parameter.state.insert(state?);
@@ -121,11 +126,14 @@ fn update(
         let number = if fused { 0 } else { state.step + 1 };
         let key = (parameter.group, layout.device(), kind, number);
         // A bucket of one parameter can run immediately, so that its temporaries are freed before the next one's.
-        let at = buckets.iter().position(|bucket| bucket.key == key);
+        let has_slots_of =
+            |bucket: &Bucket<'_>| bucket.names.iter().eq(state.slots.iter().map(|(name, _)| name));
+        let at = buckets.iter().position(|bucket| bucket.key == key && has_slots_of(bucket));
         let at = at.unwrap_or_else(|| {
-            let slots = own.slots().iter().map(|_| Vec::new()).collect();
+            let names = state.slots.iter().map(|(name, _)| *name).collect();
+            let slots = state.slots.iter().map(|_| Vec::new()).collect();
             let (params, grads, steps, weights, streams) = Default::default();
-            buckets.push(Bucket { key, params, grads, slots, steps, weights, streams, casts: 0 });
+            buckets.push(Bucket { key, names, params, grads, slots, steps, weights, streams, casts: 0 });
             buckets.len() - 1
         });
         let bucket = &mut buckets[at];

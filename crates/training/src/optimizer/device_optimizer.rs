@@ -57,6 +57,7 @@ impl DeviceOptimizer {
         let (mut parameter, mut names, mut tensors) = (Vec::new(), BTreeSet::new(), HashMap::new());
         for (index, group) in groups.iter().enumerate() {
             group.check(rule.as_ref())?;
+            let own = group.rule.as_deref().unwrap_or(rule.as_ref());
             for (name, tensor) in &group.parameters {
                 if !names.insert(name.clone()) {
                     let reason = format!("the parameter `{name}` is listed twice; put it in one group, once");
@@ -69,6 +70,7 @@ impl DeviceOptimizer {
                     return Err(Error::config("optimizer", reason));
                 }
                 parameter.push(OptimizedParameter::new(index, name, tensor)?);
+                own.check_parameter(name, tensor)?;
             }
         }
         Ok(Self {
@@ -117,6 +119,16 @@ impl DeviceOptimizer {
         for parameter in &mut self.parameter {
             let name = &parameter.name;
             parameter.stream = Some(Stream::new(seed, name).from_element(first(name)));
+        }
+        self
+    }
+
+    /// Makes each parameter a part of a larger one, as ranks have them: `whole` returns the elements of the named one. The state of a part is
+    /// the part of the whole's state, where the rule allows such parts ([`Rule::granularity`]).
+    #[must_use]
+    pub fn with_parts(mut self, whole: impl Fn(&str) -> i64) -> Self {
+        for parameter in &mut self.parameter {
+            parameter.whole = whole(&parameter.name);
         }
         self
     }
@@ -341,10 +353,8 @@ impl DeviceOptimizer {
         let rule = |parameter: &OptimizedParameter| {
             self.groups[parameter.group].rule.as_deref().unwrap_or(self.rule.as_ref())
         };
-        let states = state::read(
-            self.parameter.iter().map(|parameter| (&parameter.name, &parameter.tensor, rule(parameter))),
-            tensors,
-        )?;
+        let parameters = self.parameter.iter().map(|parameter| (parameter, rule(parameter)));
+        let states = state::read(parameters, tensors)?;
         for (parameter, state) in self.parameter.iter_mut().zip(states) {
             parameter.state = state;
         }

@@ -18,11 +18,11 @@ pub struct Group {
     pub parameters: Vec<(String, Tensor)>,
     /// Learning rate, before the schedule's factor.
     pub lr: f64,
-    /// Weight decay: decoupled for `AdamW`, an L2 penalty for the others.
+    /// Weight decay: decoupled or an L2 penalty, as the [module](super) says for each rule.
     pub weight_decay: f64,
     /// Whether steps skip the group.
     pub frozen: bool,
-    /// A rule of the same kind as the optimizer's, with other coefficients.
+    /// A rule instead of the optimizer's: with other coefficients, or another rule, as those that [`Muon`](super::Muon) does not update have.
     pub rule: Option<Box<dyn Rule>>,
 }
 
@@ -54,19 +54,7 @@ impl Group {
     pub(super) fn check(&self, rule: &dyn Rule) -> Result<()> {
         not_negative("optimizer", &format!("the learning rate of group `{}`", self.name), self.lr)?;
         not_negative("optimizer", &format!("the weight decay of group `{}`", self.name), self.weight_decay)?;
-        match &self.rule {
-            Some(own) if own.name() != rule.name() => {
-                let reason = format!(
-                    "group `{}` has the rule {}, but the optimizer {}; use a second optimizer for another rule",
-                    self.name,
-                    own.name(),
-                    rule.name()
-                );
-                Err(Error::config("optimizer", reason))
-            }
-            Some(own) => own.check(),
-            None => Ok(()),
-        }
+        self.rule.as_deref().unwrap_or(rule).check()
     }
 }
 
@@ -76,6 +64,8 @@ pub(super) struct OptimizedParameter {
     pub(super) group: usize,
     pub(super) name: String,
     pub(super) tensor: Tensor,
+    /// Elements of the whole parameter; the tensor may be a part of it.
+    pub(super) whole: i64,
     pub(super) state: Option<ParameterState>,
     /// The random numbers of its stochastic rounding.
     pub(super) stream: Option<Stream>,
@@ -98,6 +88,7 @@ impl OptimizedParameter {
                 "was computed from other tensors; expected a leaf, which accumulates its gradient".into(),
             );
         }
-        Ok(Self { group, name: name.to_owned(), tensor: tensor.shallow_clone(), state: None, stream: None })
+        let (whole, tensor) = (tensor.numel() as i64, tensor.shallow_clone());
+        Ok(Self { group, name: name.to_owned(), tensor, whole, state: None, stream: None })
     }
 }

@@ -2,7 +2,7 @@
 
 use runtime::ops::foreach;
 
-use super::rule::{Hyperparameters, Rule, Tensors, fraction};
+use super::rule::{Extent, Hyperparameters, Rule, Slot, Tensors, fraction};
 use crate::error::Result;
 
 /// SGD with momentum (Polyak, 1964). See the [module](super).
@@ -23,8 +23,8 @@ impl Rule for Momentum {
         "momentum"
     }
 
-    fn slots(&self) -> &'static [&'static str] {
-        &["momentum_buffer"]
+    fn slots(&self, parameter: Extent<'_>) -> Vec<Slot> {
+        Slot::like(parameter, &["momentum_buffer"])
     }
 
     fn check(&self) -> Result<()> {

@@ -3,7 +3,7 @@
 
 use runtime::ops::foreach;
 
-use super::rule::{Hyperparameters, Rule, Tensors, fraction};
+use super::rule::{Extent, Hyperparameters, Rule, Slot, Tensors, fraction};
 use crate::error::Result;
 
 /// SGD with Nesterov momentum (Nesterov, 1983; Sutskever et al., 2013). See the [module](super).
@@ -24,8 +24,8 @@ impl Rule for Nesterov {
         "nesterov"
     }
 
-    fn slots(&self) -> &'static [&'static str] {
-        &["momentum_buffer"]
+    fn slots(&self, parameter: Extent<'_>) -> Vec<Slot> {
+        Slot::like(parameter, &["momentum_buffer"])
     }
 
     fn check(&self) -> Result<()> {

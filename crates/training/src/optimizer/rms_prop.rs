@@ -2,7 +2,7 @@
 
 use runtime::ops::foreach;
 
-use super::rule::{Hyperparameters, Rule, Tensors, fraction, not_negative};
+use super::rule::{Extent, Hyperparameters, Rule, Slot, Tensors, fraction, not_negative};
 use crate::error::Result;
 
 /// RMSProp (Tieleman & Hinton, 2012). See the [module](super).
@@ -25,8 +25,8 @@ impl Rule for RmsProp {
         "rms_prop"
     }
 
-    fn slots(&self) -> &'static [&'static str] {
-        &["square_avg"]
+    fn slots(&self, parameter: Extent<'_>) -> Vec<Slot> {
+        Slot::like(parameter, &["square_avg"])
     }
 
     fn check(&self) -> Result<()> {

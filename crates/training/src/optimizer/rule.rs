@@ -6,7 +6,7 @@
 use std::fmt::Debug;
 
 use runtime::ops::foreach;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::error::{Error, Result};
 
@@ -15,8 +15,8 @@ pub trait Rule: Debug + Send + Sync {
     /// The rule's name, such as `adam_w`.
     fn name(&self) -> &'static str;
 
-    /// Names of the state tensors per parameter, each of the parameter's shape.
-    fn slots(&self) -> &'static [&'static str];
+    /// Returns the state tensors of a parameter, which are named once. They depend on its shape alone.
+    fn slots(&self, parameter: Extent<'_>) -> Vec<Slot>;
 
     /// The initial value of the slots.
     fn initial(&self) -> f64 {
@@ -28,6 +28,21 @@ pub trait Rule: Debug + Send + Sync {
     /// # Errors
     /// A coefficient outside its range.
     fn check(&self) -> Result<()>;
+
+    /// Checks a parameter that the rule is to update, by its name in errors.
+    ///
+    /// # Errors
+    /// A parameter for which the rule is not defined.
+    fn check_parameter(&self, name: &str, parameter: &Tensor) -> Result<()> {
+        let _ = (name, parameter);
+        Ok(())
+    }
+
+    /// Returns the elements, consecutive in memory, at whose multiples a parameter may be divided among ranks so that its parts get the bits
+    /// of the whole; `None` if each element's update depends on all others.
+    fn granularity(&self) -> Option<i64> {
+        Some(1)
+    }
 
     /// Updates the parameters and slots in place.
     ///
@@ -47,6 +62,63 @@ pub trait Rule: Debug + Send + Sync {
     }
 }
 
+/// The shape of a parameter, or of a part of one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Extent<'a> {
+    /// Sizes of the tensor that is updated; of a part its elements.
+    pub shape: &'a [i64],
+    /// Elements of the whole parameter.
+    pub whole: i64,
+}
+
+impl<'a> Extent<'a> {
+    /// Returns the extent of a whole parameter.
+    pub fn of(shape: &'a [i64]) -> Self {
+        Self { shape, whole: shape.iter().product() }
+    }
+
+    /// Returns the elements of the tensor that is updated.
+    pub fn elements(&self) -> i64 {
+        self.shape.iter().product()
+    }
+}
+
+/// A state tensor of a parameter.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Slot {
+    /// The name in checkpoints, after the parameter's.
+    pub name: &'static str,
+    /// Sizes.
+    pub shape: Vec<i64>,
+    /// The dtype; `None` for that of the arithmetic, which is fp32, or fp64 for an fp64 parameter.
+    pub kind: Option<Kind>,
+    /// Elements of the parameter for each of the slot's values, where both are divided among ranks: 1, or those of a block.
+    pub elements_per_value: i64,
+}
+
+impl Slot {
+    /// Returns a slot in the dtype of the arithmetic.
+    pub fn of(name: &'static str, shape: impl Into<Vec<i64>>) -> Self {
+        Self { name, shape: shape.into(), kind: None, elements_per_value: 1 }
+    }
+
+    /// Returns slots of the parameter's shape, in the dtype of the arithmetic.
+    pub fn like(parameter: Extent<'_>, names: &[&'static str]) -> Vec<Self> {
+        names.iter().map(|name| Self::of(name, parameter.shape)).collect()
+    }
+
+    /// Returns the dtype in the state of a parameter whose arithmetic has the dtype `work`.
+    pub fn kind_or(&self, work: Kind) -> Kind {
+        self.kind.unwrap_or(work)
+    }
+
+    /// Returns the bytes in the state of a parameter whose arithmetic has the dtype `work`.
+    pub fn bytes(&self, work: Kind) -> u64 {
+        let values: u64 = self.shape.iter().map(|size| size.unsigned_abs()).product();
+        values * self.kind_or(work).elt_size_in_bytes() as u64
+    }
+}
+
 /// Hyperparameters of a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Hyperparameters {
@@ -58,14 +130,14 @@ pub struct Hyperparameters {
     pub step: u64,
 }
 
-/// The tensors of a step: parameters of one device, dtype (float or double) and step number, contiguous.
+/// The tensors of a step: parameters of one device, dtype (float or double), step number and names of slots, contiguous.
 #[derive(Debug)]
 pub struct Tensors<'a> {
     /// Parameters, updated in place.
     pub params: &'a [&'a Tensor],
     /// Gradients, not changed.
     pub grads: &'a [&'a Tensor],
-    /// For each of [`Rule::slots`], one tensor per parameter.
+    /// For each of [`Rule::slots`], one tensor per parameter, contiguous.
     pub slots: &'a [Vec<&'a Tensor>],
 }
 

@@ -2,7 +2,7 @@
 
 use runtime::ops::foreach;
 
-use super::rule::{Hyperparameters, Rule, Tensors};
+use super::rule::{Extent, Hyperparameters, Rule, Slot, Tensors};
 use crate::error::Result;
 
 /// Stochastic gradient descent (Robbins & Monro, 1951). See the [module](super).
@@ -14,8 +14,8 @@ impl Rule for Sgd {
         "sgd"
     }
 
-    fn slots(&self) -> &'static [&'static str] {
-        &[]
+    fn slots(&self, _: Extent<'_>) -> Vec<Slot> {
+        Vec::new()
     }
 
     fn check(&self) -> Result<()> {

@@ -2,10 +2,12 @@
 
 use std::collections::BTreeMap;
 
+use runtime::file_memory;
 use runtime::ops::TryScalar;
 use tch::{Kind, Tensor};
 
-use super::rule::Rule;
+use super::group::OptimizedParameter;
+use super::rule::{Extent, Rule, Slot};
 use super::work_kind;
 use crate::error::{Error, Result};
 
@@ -61,11 +63,18 @@ pub fn follow_weight(master: &Tensor, weight: &Tensor) -> Result<()> {
 }
 
 impl ParameterState {
-    pub(super) fn new(rule: &dyn Rule, parameter: &Tensor, master: bool) -> Result<Self> {
+    pub(super) fn new(rule: &dyn Rule, parameter: &Tensor, whole: i64, master: bool) -> Result<Self> {
         let kind = work_kind(parameter.kind());
-        let options = (kind, parameter.device());
-        let slot = |&name| Ok((name, Tensor::try_full(parameter.size(), rule.initial(), options)?));
-        let slots = rule.slots().iter().map(slot).collect::<Result<_>>()?;
+        // In a file where the parameter is in one.
+        let slot = |slot: Slot| {
+            let tensor = file_memory::zeros_beside(parameter, &slot.shape, slot.kind_or(kind))?;
+            if rule.initial() != 0.0 {
+                let _ = tensor.try_fill_(rule.initial())?;
+            }
+            Ok::<_, Error>((slot.name, tensor))
+        };
+        let slots = rule.slots(Extent { shape: &parameter.size(), whole });
+        let slots = slots.into_iter().map(slot).collect::<Result<_>>()?;
         let mut state =
             Self { step: 0, device_step: None, uncertain: false, slots, master: None, written: None };
         if master {
@@ -80,7 +89,7 @@ impl ParameterState {
         let kind = work_kind(parameter.kind());
         match &self.master {
             _ if kind == parameter.kind() => {}
-            None => self.master = Some(parameter.f_detach()?.f_to_kind(kind)?.f_contiguous()?),
+            None => self.master = Some(copied(parameter, kind)?),
             Some(master) if self.written != Some(WeightVersion::of(parameter)?) => {
                 follow_weight(master, parameter)?;
             }
@@ -122,19 +131,20 @@ impl ParameterState {
 
 /// Returns a state for each parameter; `None` for one without any tensor.
 pub(super) fn read<'a>(
-    parameters: impl Iterator<Item = (&'a String, &'a Tensor, &'a dyn Rule)>,
+    parameters: impl Iterator<Item = (&'a OptimizedParameter, &'a dyn Rule)>,
     tensors: &[(String, Tensor)],
 ) -> Result<Vec<Option<ParameterState>>> {
     let mut given: BTreeMap<&str, &Tensor> =
         tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
     let (mut missing, mut mismatched, mut states) = (Vec::new(), Vec::new(), Vec::new());
-    for (name, parameter, rule) in parameters {
+    for (OptimizedParameter { name, tensor: parameter, whole, .. }, rule) in parameters {
         // Take this parameter's tensors from those that are given.
-        let names: Vec<&'static str> = std::iter::once(STEP).chain(rule.slots().iter().copied()).collect();
+        let expected = rule.slots(Extent { shape: &parameter.size(), whole: *whole });
         let mut take = |slot: &str| given.remove(format!("{name}.{slot}").as_str());
-        let saved: Vec<Option<&Tensor>> = names.iter().map(|slot| take(slot)).collect();
+        let step = take(STEP);
+        let saved: Vec<Option<&Tensor>> = expected.iter().map(|slot| take(slot.name)).collect();
         let master = take(MASTER);
-        if saved.iter().all(Option::is_none) && master.is_none() {
+        if step.is_none() && saved.iter().all(Option::is_none) && master.is_none() {
             states.push(None);
             continue;
         }
@@ -148,26 +158,31 @@ pub(super) fn read<'a>(
             }
             fits
         };
-        let (mut step, mut slots, mut is_complete) = (0, Vec::new(), true);
-        for (slot, tensor) in names.into_iter().zip(saved) {
-            match tensor {
-                None => {
-                    missing.push(format!("{name}.{slot}"));
-                    is_complete = false;
-                }
-                Some(tensor) if slot == STEP => {
-                    is_complete &= check(slot, tensor, &[], Kind::Int64);
-                    step = if is_complete { tensor.f_int64_value(&[])? } else { 0 };
-                }
-                Some(tensor) => {
-                    is_complete &= check(slot, tensor, &parameter.size(), kind);
-                    slots.push((slot, copied(tensor, parameter)?));
-                }
+        let (mut slots, mut is_complete) = (Vec::new(), true);
+        let step = match step {
+            None => {
+                missing.push(format!("{name}.{STEP}"));
+                is_complete = false;
+                0
             }
+            Some(tensor) if check(STEP, tensor, &[], Kind::Int64) => tensor.f_int64_value(&[])?,
+            Some(_) => {
+                is_complete = false;
+                0
+            }
+        };
+        for (slot, tensor) in expected.into_iter().zip(saved) {
+            let Some(tensor) = tensor else {
+                missing.push(format!("{name}.{}", slot.name));
+                is_complete = false;
+                continue;
+            };
+            is_complete &= check(slot.name, tensor, &slot.shape, slot.kind_or(kind));
+            slots.push((slot.name, copied_beside(tensor, parameter)?));
         }
         let master = match master {
             Some(tensor) if check(MASTER, tensor, &parameter.size(), kind) => {
-                Some(copied(tensor, parameter)?)
+                Some(copied_beside(tensor, parameter)?)
             }
             _ => None,
         };
@@ -192,9 +207,16 @@ pub(super) fn read<'a>(
     Err(Error::state("the optimizer's state", "the parameters", &missing, &unexpected, &mismatched))
 }
 
-/// Copies a tensor to the parameter's device.
-fn copied(tensor: &Tensor, parameter: &Tensor) -> Result<Tensor> {
-    let copy = Tensor::f_empty(tensor.size(), (tensor.kind(), parameter.device()))?;
+/// Copies a tensor to where the parameter is.
+fn copied_beside(tensor: &Tensor, parameter: &Tensor) -> Result<Tensor> {
+    let copy = file_memory::zeros_beside(parameter, &tensor.size(), tensor.kind())?;
     runtime::ops::foreach::copy_(&[&copy], &[tensor])?;
+    Ok(copy)
+}
+
+/// Copies a parameter in another dtype to where it is.
+fn copied(parameter: &Tensor, kind: Kind) -> Result<Tensor> {
+    let copy = file_memory::zeros_beside(parameter, &parameter.size(), kind)?;
+    runtime::ops::foreach::copy_(&[&copy], &[&parameter.f_detach()?])?;
     Ok(copy)
 }

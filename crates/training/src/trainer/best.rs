@@ -15,6 +15,7 @@ use crate::batches::Batches;
 use crate::error::{Error, Result};
 use crate::evaluation::{Evaluation, evaluate_over};
 use crate::optimizer::Optimizer;
+use crate::preference::{self, InTurns};
 
 /// The best evaluation so far.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -72,9 +73,16 @@ impl Trainer {
         Ok(())
     }
 
-    fn evaluated(&self, validation: &mut dyn Batches) -> Result<Evaluation> {
+    fn evaluated(&mut self, validation: &mut dyn Batches) -> Result<Evaluation> {
         let _precision = self.enter_precision();
+        if let Some(policy) = &mut self.policy {
+            return policy.evaluate(self.model.as_ref(), &validation.prompts()?, self.step);
+        }
         let (ranks, together) = (self.optimizer.ranks(), self.optimizer.passes_communicate());
+        if let Some(preference) = &self.preference {
+            let turns = ranks.as_ref().map(|ranks| InTurns { ranks, together });
+            return preference::evaluate(preference, self.model.as_ref(), validation, self.step, turns);
+        }
         evaluate_over(self.model.as_ref(), validation, self.step, ranks.as_ref(), together)
     }
 

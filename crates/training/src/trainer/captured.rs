@@ -353,7 +353,7 @@ impl CapturedShape {
         Ok(Self {
             graph: None,
             capture,
-            inputs: MicroBatches { batches, targets, tokens, padding },
+            inputs: MicroBatches { batches, targets, tokens, padding, rollout: None },
             denominator: micro.denominator_on(device)?,
             seed: Tensor::f_zeros([1], (Kind::Int64, device))?,
             figures: None,
@@ -402,6 +402,7 @@ fn static_batch(batch: &Batch) -> Result<Batch> {
         labels: like(&batch.labels)?,
         packing: packing.transpose()?,
         padding: Vec::new(),
+        sequences: None,
         counts,
     })
 }

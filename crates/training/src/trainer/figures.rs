@@ -5,14 +5,19 @@ use tch::Tensor;
 use super::Trainer;
 use crate::clip::{Findings, NonFinite};
 use crate::error::Result;
-use crate::observer::StepRecord;
+use crate::observer::{PolicyRecord, StepRecord};
+use crate::policy::RolloutFigures;
 
 /// A step whose loss is still on the device.
 pub(super) struct Pending {
     pub(super) record: StepRecord,
     pub(super) denominator: f64,
-    /// Fp64: the summed loss; the number of correct predictions, if requested; the load-balancing loss, if there is one; the device's decision ([`Figures`]), if it
-    /// decided.
+    /// Chosen or desirable sequences, and the others.
+    pub(super) rewarded: [usize; 2],
+    /// Of an objective over rewards, the figures of its answers, and their tokens.
+    pub(super) rollout: Option<(RolloutFigures, usize)>,
+    /// Fp64: the summed loss; the number of correct predictions, if requested; the load-balancing loss, if there is one; the rewards of an
+    /// objective over sequences, and its z₀ if it has one; the figures of an objective over rewards; the device's decision ([`Figures`]), if it decided.
     pub(super) sums: Tensor,
     /// How many of them are sums.
     pub(super) parts: usize,
@@ -47,14 +52,30 @@ impl Trainer {
         let mut values = values.as_slice();
         // What fails at one step must not keep the later ones, which are not read again, from the observers.
         let mut failed = Ok(());
-        for Pending { mut record, denominator, sums, parts } in std::mem::take(&mut self.pending) {
+        for Pending { mut record, denominator, rewarded, rollout, sums, parts } in
+            std::mem::take(&mut self.pending)
+        {
             let (own, rest) = values.split_at(sums.numel());
             values = rest;
             let (sums, figures) = own.split_at(parts);
             record.loss = sums[0] / denominator;
-            let (has_accuracy, has_aux) = (self.options.accuracy, self.options.router_aux_loss > 0.0);
-            record.accuracy = sums.get(1).filter(|_| has_accuracy).map(|right| right / denominator);
-            record.router_aux_loss = sums.last().filter(|_| has_aux).copied();
+            let (has_accuracy, has_aux) = (self.counts_correct(), self.options.router_aux_loss > 0.0);
+            let has_rewards = self.preference.is_some();
+            let is_rated = self.preference.as_ref().is_some_and(|own| own.objective.is_rated());
+            let mut more = sums[1..].iter().copied();
+            let mut next = |is_there: bool| if is_there { more.next() } else { None };
+            record.accuracy = next(has_accuracy).map(|right| right / denominator);
+            record.router_aux_loss = next(has_aux);
+            let rewards = [next(has_rewards), next(has_rewards)];
+            record.rewards = rewards[0]
+                .zip(rewards[1])
+                .map(|(chosen, rejected)| [chosen / rewarded[0] as f64, rejected / rewarded[1] as f64]);
+            record.reference_point = next(is_rated);
+            record.policy = rollout.and_then(|(rollout, tokens)| {
+                let of_tokens = |sum: f64| sum / tokens.max(1) as f64;
+                let (divergence, clipped) = (of_tokens(next(true)?), of_tokens(next(true)?));
+                Some(PolicyRecord { rollout, divergence, clipped })
+            });
             let learned = match Figures::of(figures) {
                 Some(figures) => self.read_figures(&figures, &mut record),
                 None => Ok(()),

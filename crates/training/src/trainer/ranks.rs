@@ -55,15 +55,23 @@ impl Share {
         self.ranks.sequence()
     }
 
-    /// Starts a micro-batch: returns whose it is.
-    pub(super) fn begin(&self, number: usize) -> Result<Owner> {
-        let owner = if self.ranks.takes(number) {
+    /// Returns whose a micro-batch is.
+    pub(super) fn owner(&self, number: usize) -> Owner {
+        if self.ranks.takes(number) {
             Owner::Own
         } else if self.together && number + 1 == self.count && self.ranks.idles(number) {
             Owner::Idle
         } else {
-            return Ok(Owner::Other);
-        };
+            Owner::Other
+        }
+    }
+
+    /// Starts a micro-batch: returns whose it is.
+    pub(super) fn begin(&self, number: usize) -> Result<Owner> {
+        let owner = self.owner(number);
+        if owner == Owner::Other {
+            return Ok(owner);
+        }
         // Ranks with parts of one row draw different numbers.
         let part = self.ranks.part() as u64;
         let seed = if part == 0 { self.seed } else { split_mix(self.seed, part.reverse_bits()) };
@@ -75,11 +83,15 @@ impl Share {
     /// Ends the step's micro-batches: returns the losses of all ranks, and leaves the random generators in the same state on each.
     pub(super) fn end(&self, sums: &[Tensor]) -> Result<Vec<Tensor>> {
         random::seed(split_mix(self.seed, 0))?;
-        // Each micro-batch is one rank's, or one group's, and zeros on the others.
-        let all = Tensor::f_stack(sums, 0)?.f_to_device(Device::Cpu)?.f_contiguous()?;
-        self.ranks.all().all_reduce(&all, ReduceConfig::default(), "losses")?;
-        let all = all.f_to_device(sums[0].device())?;
+        let all = self.sum(&Tensor::f_stack(sums, 0)?, "losses")?;
         (0..sums.len() as i64).map(|number| Ok(all.f_select(0, number)?)).collect()
+    }
+
+    /// Returns the values of all micro-batches, along the first dimension: each has those of one rank or one group, and zeros on the others.
+    pub(super) fn sum(&self, values: &Tensor, label: &str) -> Result<Tensor> {
+        let all = values.f_detach()?.f_to_device(Device::Cpu)?.f_contiguous()?;
+        self.ranks.all().all_reduce(&all, ReduceConfig::default(), label)?;
+        Ok(all.f_to_device(values.device())?)
     }
 }
 

@@ -94,6 +94,7 @@ impl Batches for Packed {
                 longest,
             }),
             padding: Vec::new(),
+            sequences: None,
             counts,
         }))
     }

@@ -4,12 +4,12 @@ use expect_test::expect;
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 use training::optimizer::{
-    AdaGrad, Adam, AdamW, DeviceOptimizer, Group, Implementation, Momentum, Nesterov, RmsProp, Rule, Sgd,
-    ZeroGrad,
+    AdaGrad, Adam, AdamW, DeviceOptimizer, Group, Implementation, Lion, Momentum, Nesterov, RmsProp, Rule,
+    Sgd, ZeroGrad,
 };
 
 const ALL: [Implementation; 3] = [Implementation::ForLoop, Implementation::Foreach, Implementation::Fused];
-const NAMES: [&str; 7] = ["sgd", "momentum", "nesterov", "adagrad", "rms_prop", "adam", "adam_w"];
+const NAMES: [&str; 8] = ["sgd", "momentum", "nesterov", "adagrad", "rms_prop", "adam", "lion", "adam_w"];
 
 fn rule(name: &str) -> Box<dyn Rule> {
     match name {
@@ -19,6 +19,7 @@ fn rule(name: &str) -> Box<dyn Rule> {
         "adagrad" => Box::new(AdaGrad { initial_accumulator: 0.1, lr_decay: 0.05, eps: 1e-6 }),
         "rms_prop" => Box::new(RmsProp { alpha: 0.9, eps: 1e-6 }),
         "adam" => Box::new(Adam { beta1: 0.8, beta2: 0.95, eps: 1e-6 }),
+        "lion" => Box::new(Lion { beta1: 0.8, beta2: 0.95 }),
         _ => Box::new(AdamW { beta1: 0.8, beta2: 0.95, eps: 1e-6 }),
     }
 }
@@ -34,7 +35,7 @@ struct Oracle {
 impl Oracle {
     fn step(&mut self, name: &str, w: &mut f64, g: f64, lr: f64, decay: f64) {
         self.t += 1;
-        let g = if name == "adam_w" { g } else { g + decay * *w };
+        let g = if ["adam_w", "lion"].contains(&name) { g } else { g + decay * *w };
         match name {
             "sgd" => *w -= lr * g,
             "momentum" => {
@@ -52,6 +53,12 @@ impl Oracle {
             "rms_prop" => {
                 self.v = 0.9 * self.v + 0.1 * g * g;
                 *w -= lr * g / (self.v.sqrt() + 1e-6);
+            }
+            "lion" => {
+                let update = 0.8 * self.m + 0.2 * g;
+                let sign = if update == 0.0 { 0.0 } else { update.signum() };
+                *w = *w * (1.0 - lr * decay) - lr * sign;
+                self.m = 0.95 * self.m + 0.05 * g;
             }
             _ => {
                 if name == "adam_w" {
@@ -234,7 +241,7 @@ proptest! {
 
     /// A stopped run whose state is loaded into another continues bit for bit.
     #[test]
-    fn state_round_trips(which in 0usize..7, before in 0i64..4, after in 1i64..4, implementation in 0usize..3) {
+    fn state_round_trips(which in 0usize..8, before in 0i64..4, after in 1i64..4, implementation in 0usize..3) {
         let run = |a: &Tensor, b: &Tensor, optimizer: &mut DeviceOptimizer, steps: std::ops::Range<i64>| {
             for step in steps {
                 runtime::autograd::set_grad(a, Some(&gradient(step, &[4]).to_kind(Kind::Float))).unwrap();
@@ -381,8 +388,11 @@ fn invalid_parameters_are_errors() {
         DeviceOptimizer::new(Sgd, vec![group(leaf()), group(leaf())]).unwrap_err(),
         DeviceOptimizer::new(Sgd, vec![group(leaf() * 2.0)]).unwrap_err(),
         DeviceOptimizer::new(Sgd, vec![group(Tensor::from(1i64))]).unwrap_err(),
-        DeviceOptimizer::new(Sgd, vec![Group { rule: Some(Box::new(Adam::default())), ..group(leaf()) }])
-            .unwrap_err(),
+        DeviceOptimizer::new(
+            Sgd,
+            vec![Group { rule: Some(Box::new(Adam { eps: -1.0, ..Adam::default() })), ..group(leaf()) }],
+        )
+        .unwrap_err(),
     ];
     let (_, _, mut optimizer) = two("sgd");
     messages.push(optimizer.freeze("c", true).unwrap_err());
@@ -400,7 +410,8 @@ fn invalid_parameters_are_errors() {
         optimizer: the parameter `w` is listed twice; put it in one group, once
         optimizer: `w` was computed from other tensors; expected a leaf, which accumulates its gradient
         optimizer: `w` is Int64; expected a floating-point tensor of 16, 32 or 64 bits
-        optimizer: group `all` has the rule adam, but the optimizer sgd; use a second optimizer for another rule
+        adam: eps is -1; expected a finite number of at least 0
         optimizer: no group is called `c`; expected one of a, b
-        optimizer: the learning-rate factor is -1; expected a finite number of at least 0"#]].assert_eq(&lines.join("\n"));
+        optimizer: the learning-rate factor is -1; expected a finite number of at least 0"#]]
+    .assert_eq(&lines.join("\n"));
 }

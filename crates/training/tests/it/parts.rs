@@ -203,6 +203,7 @@ fn unequal_micro_batches_give_the_gradients_of_the_whole_batch() {
             labels: whole.labels.narrow(0, start, rows),
             packing: None,
             padding: Vec::new(),
+            sequences: None,
             counts: whole.counts,
         };
         let loss = forward(&model, &part, true, false).unwrap().sum / targets;

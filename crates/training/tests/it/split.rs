@@ -13,7 +13,7 @@ fn rows() -> Vec<MaskedRow> {
         let tokens: Vec<i64> = (0..3 + number * 7 % 11).map(|at| (number * 5 + at * at) % 23).collect();
         let labels =
             (0..).zip(&tokens).map(|(at, id)| if at < tokens.len() / 2 { -100 } else { *id }).collect();
-        MaskedRow { tokens, labels }
+        MaskedRow::new(tokens, labels)
     };
     (0..20).map(row).collect()
 }

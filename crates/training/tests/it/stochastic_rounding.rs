@@ -2,7 +2,8 @@
 
 use tch::{Device, Kind, Tensor};
 use training::optimizer::{
-    AdaGrad, Adam, AdamW, DeviceOptimizer, Group, Implementation, Momentum, Nesterov, RmsProp, Rule, Sgd,
+    AdaGrad, Adafactor, Adam, AdamW, AdamW8bit, DeviceOptimizer, Group, Implementation, Lion, Momentum,
+    Nesterov, RmsProp, Rule, Sgd,
 };
 
 const SEED: u64 = 11;
@@ -17,6 +18,9 @@ fn rules() -> Vec<Box<dyn Rule>> {
         Box::new(RmsProp::default()),
         Box::new(Adam::default()),
         Box::new(AdamW::default()),
+        Box::new(AdamW8bit::default()),
+        Box::new(Lion::default()),
+        Box::new(Adafactor::default()),
     ]
 }
 

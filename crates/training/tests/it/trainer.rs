@@ -199,6 +199,7 @@ fn a_step_of_unequal_micro_batches_equals_the_whole_batch() {
             labels,
             packing: None,
             padding: Vec::new(),
+            sequences: None,
             counts: Counts { targets, ..Counts::default() },
         }
     };

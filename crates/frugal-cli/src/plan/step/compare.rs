@@ -1,4 +1,4 @@
-//! The ways to run a forward pass, or a training step over several ranks, side by side.
+//! The ways to run a forward pass, side by side.
 
 use accounting::offload::Direction;
 use accounting::quantity::{bytes_text, grouped};
@@ -6,12 +6,9 @@ use report::unit::human;
 use serde_json::json;
 
 use super::variants::{Variant, streaming, variants};
-use super::{Conditions, StepArgs, entries, head, hiding_json, nothing_fits, ranks};
+use super::{Conditions, StepArgs, entries, head, hiding_json, nothing_fits};
 use crate::common_flags::Common;
 use crate::output::{print_line, print_lines};
-
-/// The last line of a plan over GPUs, in place of flags.
-const ON_GPUS: &str = "ranks on GPUs have never run, so this is a prediction of the method; FRUGAL_TRY_NCCL=1 before `frugal launch` tries it";
 
 /// The variants of a step, and the fastest that fits.
 struct Comparison {
@@ -19,14 +16,9 @@ struct Comparison {
     chosen: Option<usize>,
     /// Tokens from which on loads hide behind compute, for each pass.
     hiding: Vec<(Direction, u64)>,
-    /// Tokens of a rank's step.
-    tokens: u64,
-    ranks: u64,
-    /// Micro-batches that the ranks take at a time.
-    taken: u64,
 }
 
-/// Prints the ways to run a step of inference, or over several ranks.
+/// Prints the ways to run a step of inference.
 ///
 /// # Errors
 /// A model whose activations are not predicted; nothing that fits.
@@ -50,25 +42,12 @@ pub(super) fn run(common: &Common, arguments: &StepArgs, conditions: &Conditions
 
 fn compare(arguments: &StepArgs, conditions: &Conditions) -> anyhow::Result<Comparison> {
     let Conditions { planned, machine, memory, on_cpu, .. } = conditions;
-    let ranks = arguments.ranks.ranks;
-    let taken = ranks / arguments.ranks.sequence_parallel_size;
-    let costs = arguments.costs(planned, machine, 1)?;
-    let mut variants = variants(&costs, &machine.transfers, *memory, planned.tier, *on_cpu)?;
+    let costs = arguments.costs(planned, machine)?;
+    let variants = variants(&costs, &machine.transfers, *memory, planned.tier, *on_cpu)?;
     let hiding = arguments.tokens_that_hide_loads(planned, machine, variants.last())?;
-    if ranks > 1 {
-        // The step of one rank alone comes last.
-        let alone = std::mem::take(&mut variants);
-        variants = ranks::variants(arguments, planned, machine)?;
-        variants.extend(alone);
-    }
-    let tokens = planned.work.tokens()?;
-    let rate = |variant: &Variant| {
-        tokens as f64 * if variant.ranks.is_some() { taken as f64 } else { 1.0 } / variant.step.seconds
-    };
-    let chosen = (0..variants.len())
-        .filter(|&number| variants[number].peak <= memory.device)
-        .max_by(|&a, &b| rate(&variants[a]).total_cmp(&rate(&variants[b])));
-    Ok(Comparison { variants, chosen, hiding, tokens, ranks, taken })
+    let fitting = (0..variants.len()).filter(|&number| variants[number].peak <= memory.device);
+    let chosen = fitting.min_by(|&a, &b| variants[a].step.seconds.total_cmp(&variants[b].step.seconds));
+    Ok(Comparison { variants, chosen, hiding })
 }
 
 impl Comparison {
@@ -80,7 +59,7 @@ impl Comparison {
         let mut plan = conditions.json(arguments)?;
         let variants = self.variants.iter().map(|variant| variant.json(conditions.memory.device)).collect();
         plan.extend(entries([
-            ("ranks", json!(self.ranks)),
+            ("ranks", json!(1)),
             ("variants", variants),
             ("chosen", json!(self.chosen().map(|variant| variant.name.as_str()))),
             ("tokens_that_hide_loads", hiding_json(&self.hiding)),
@@ -97,7 +76,8 @@ impl Comparison {
         if let Some(shown) = self.chosen().or(self.variants.last()) {
             lines.push(blank());
             lines.extend(self.peak(shown));
-            lines.push(self.flags(shown, arguments, conditions));
+            let flags = if shown.flags.is_empty() { "none are needed" } else { &shown.flags };
+            lines.push(("flags of generate".into(), flags.to_owned()));
         }
         Ok(lines)
     }
@@ -109,17 +89,8 @@ impl Comparison {
             Some(excess) => format!("{} too much", bytes_text(excess)),
         };
         let mark = if self.chosen == Some(number) { "; the fastest that fits" } else { "" };
-        let over = match &variant.ranks {
-            Some(over) => format!(
-                " of {} tokens, bound by {}",
-                grouped(u128::from(self.tokens) * u128::from(self.taken)),
-                over.bound.name()
-            ),
-            None if self.ranks > 1 => format!(" of {} tokens", grouped(self.tokens.into())),
-            None => String::new(),
-        };
         let seconds = human(variant.step.seconds, "s");
-        let text = format!("peak {}, {seconds} a step{over}, {fits}{mark}", bytes_text(variant.peak));
+        let text = format!("peak {}, {seconds} a step, {fits}{mark}", bytes_text(variant.peak));
         (variant.name.clone(), text)
     }
 
@@ -128,10 +99,6 @@ impl Comparison {
         let device = &shown.step.device;
         let mut lines = vec![("at the peak".to_owned(), device.moment.to_string())];
         lines.extend(device.parts.iter().map(|part| (format!("  {}", part.name), bytes_text(part.bytes))));
-        if let Some(over) = &shown.ranks {
-            lines.push(("sent by a rank".into(), bytes_text(over.sent_bytes)));
-            lines.push(("waits for other ranks".into(), human(over.exposed, "s")));
-        }
         if let Some(plan) = &shown.plan {
             lines.extend(streaming(plan));
             lines.extend(self.hiding.iter().map(|(pass, tokens)| {
@@ -139,14 +106,5 @@ impl Comparison {
             }));
         }
         lines
-    }
-
-    fn flags(&self, shown: &Variant, arguments: &StepArgs, conditions: &Conditions) -> (String, String) {
-        if self.ranks > 1 && !conditions.on_cpu {
-            return ("to run it".into(), ON_GPUS.to_owned());
-        }
-        let command = if arguments.is_inference() { "generate" } else { "finetune" };
-        let flags = if shown.flags.is_empty() { "none are needed" } else { &shown.flags };
-        (format!("flags of {command}"), flags.to_owned())
     }
 }

@@ -1,4 +1,4 @@
-//! The ways to run a training step of one process, and the fastest that fits.
+//! The ways to run a training step, and the fastest that fits.
 
 use accounting::activation_plan::LayerPlan;
 use accounting::candidates::{Allowed, Candidate, Job, Placement, SearchResult, Tier};
@@ -6,7 +6,7 @@ use accounting::offload::{Condition, Direction, OptimizerPlace, least_tokens};
 use accounting::quantity::{bytes_text, grouped};
 use clap::ValueEnum as _;
 use frugal::config::{Dtype, MasterWeights, Method, OffloadTier};
-use frugal::planning::{self, Budget, DataShape, KnownRates, MachineRates, Searched};
+use frugal::planning::{self, Budget, DataShape, KnownRates, Searched};
 use report::unit::human;
 use serde_json::json;
 use tch::{Device, Kind};
@@ -32,7 +32,7 @@ pub(crate) struct Ways {
 /// # Errors
 /// A model whose activations are not predicted.
 pub(super) fn ways(arguments: &StepArgs, conditions: &Conditions) -> anyhow::Result<Ways> {
-    let Conditions { planned, machine, memory, .. } = conditions;
+    let Conditions { planned, memory, .. } = conditions;
     let PlannedStep { config, model, format, .. } = planned;
     let kind = format.kind;
     let mut allowed = planning::allowed(config, model.layers as usize, planned.device)?;
@@ -41,8 +41,15 @@ pub(super) fn ways(arguments: &StepArgs, conditions: &Conditions) -> anyhow::Res
     if let Some(offloaded) = allowed.offloaded.as_mut().filter(|_| is_open) {
         offloaded.tiers.retain(|tier| *tier == Tier::Host);
     }
+    let over = arguments.planned_ranks(planned)?;
+    if let Some(ranks) = over {
+        let job = job(arguments, conditions, config.optimizer.master_weights)?;
+        let on = (kind, planned.device);
+        (_, allowed) = planning::over_ranks((job, allowed), config, ranks, on).map_err(not_predicted)?;
+        allowed.replicas = arguments.compared_replicas(planned);
+    }
     let search = |master_weights| -> anyhow::Result<_> {
-        let job = job(arguments, planned, machine, master_weights)?;
+        let job = Job { ranks: over, ..job(arguments, conditions, master_weights)? };
         let result = job.search(&allowed, *memory)?;
         Ok((job, result))
     };
@@ -81,6 +88,9 @@ struct Printed<'a> {
     ways: &'a Ways,
 }
 
+/// The last line of a plan over GPUs, in place of flags.
+const ON_GPUS: &str = "ranks on GPUs have never run, so this is a prediction of the method; FRUGAL_TRY_NCCL=1 before `frugal launch` tries it";
+
 const COLUMNS: Columns = Columns { is_timed: true, epoch: None };
 
 impl Printed<'_> {
@@ -99,16 +109,38 @@ impl Printed<'_> {
         let Ways { result, half, .. } = self.ways;
         let mut plan = self.conditions.json(self.arguments)?;
         plan.extend(entries([
-            ("ranks", json!(1)),
+            ("ranks", json!(self.arguments.ranks.ranks)),
             ("master_weights", json!(half)),
-            ("variants", json!(candidates_json(result, COLUMNS))),
+            ("variants", self.variants()?),
             ("chosen", json!(result.chosen().map(Candidate::name))),
-            ("flags", json!(self.shown().map(|shown| self.flags(shown)))),
+            (
+                "flags",
+                json!(
+                    self.shown()
+                        .filter(|shown| shown.ranks.is_none() || self.conditions.on_cpu)
+                        .map(|shown| self.flags(shown))
+                ),
+            ),
             ("with_more_memory", json!(result.faster().map(Candidate::name))),
             ("with_less_memory", json!(result.cheaper().map(Candidate::name))),
             ("tokens_that_hide_loads", hiding_json(&self.hiding()?)),
         ]));
         Ok(plan.into())
+    }
+
+    /// The candidates, and what each exchanges with other ranks.
+    fn variants(&self) -> anyhow::Result<serde_json::Value> {
+        let mut variants = candidates_json(&self.ways.result, COLUMNS);
+        for (variant, candidate) in variants.iter_mut().zip(&self.ways.result.candidates) {
+            if let (Some(ranks), Some(traffic)) = (candidate.ranks, self.ways.job.traffic(candidate)?) {
+                variant["zero_stage"] = ranks.stage.number().into();
+                variant["replicas"] = ranks.replicas.into();
+                variant["bound_by"] = traffic.times.bound(1.0).name().into();
+                variant["exposed_seconds"] = traffic.times.exposed().into();
+                variant["sent_bytes"] = traffic.sent_bytes.into();
+            }
+        }
+        Ok(variants.into())
     }
 
     fn print(&self) -> anyhow::Result<()> {
@@ -134,8 +166,14 @@ impl Printed<'_> {
         if shown.host_bytes > 0 {
             lines.push(("in host memory".into(), bytes_text(shown.host_bytes)));
         }
+        if let Some(traffic) = self.ways.job.traffic(shown)? {
+            lines.push(("bound by".into(), traffic.times.bound(1.0).name().into()));
+            lines.push(("sent by a rank".into(), bytes_text(traffic.sent_bytes)));
+            lines.push(("waits for other ranks".into(), human(traffic.times.exposed(), "s")));
+        }
         let Conditions { planned, .. } = self.conditions;
-        if planning::capture_refusal(&planned.config, false, planned.device).is_none()
+        if shown.ranks.is_none()
+            && planning::capture_refusal(&planned.config, false, planned.device).is_none()
             && let Some(memory) = planning::captured_memory(&self.ways.job, shown)?
         {
             lines.push(("captured steps".into(), planning::captured_text(&memory)));
@@ -149,7 +187,10 @@ impl Printed<'_> {
         };
         lines.extend(result.faster().map(|faster| ("more memory".to_owned(), other(faster))));
         lines.extend(result.cheaper().map(|cheaper| ("less memory".to_owned(), other(cheaper))));
-        lines.push(("flags of finetune".into(), self.flags(shown)));
+        lines.push(match shown.ranks.is_some() && !self.conditions.on_cpu {
+            true => ("to run it".into(), ON_GPUS.to_owned()),
+            false => ("flags of finetune".into(), self.flags(shown)),
+        });
         Ok(lines)
     }
 
@@ -168,12 +209,8 @@ impl Printed<'_> {
 }
 
 /// The step of the training, as `frugal finetune` predicts it.
-fn job(
-    arguments: &StepArgs,
-    planned: &PlannedStep,
-    machine: &MachineRates,
-    master_weights: MasterWeights,
-) -> anyhow::Result<Job> {
+fn job(arguments: &StepArgs, conditions: &Conditions, master_weights: MasterWeights) -> anyhow::Result<Job> {
+    let Conditions { planned, machine, sharing, .. } = conditions;
     let &PlannedStep { ref model, work, format, tier, .. } = planned;
     // A row of n tokens has n − 1 positions that predict one.
     let data = DataShape::uniform(work.batch, (work.sequence - 1).max(1), false);
@@ -181,7 +218,7 @@ fn job(
     config.optimizer.master_weights = master_weights;
     let rates = match arguments.hardware {
         Some(_) => KnownRates { bandwidth: machine.bandwidth, ..KnownRates::nominal(Device::Cpu)? },
-        None => KnownRates::get(planned.device, format.kind)?,
+        None => KnownRates::get(planned.device, format.kind)?.divided(usize::try_from(*sharing)?),
     };
     let device = planned.device;
     let job =
@@ -201,7 +238,7 @@ fn job(
 }
 
 /// Flags that the plan decides itself, or writes in another way.
-const DECIDED: [&str; 11] = [
+const DECIDED: [&str; 13] = [
     "--method",
     "--dtype",
     "--length",
@@ -213,6 +250,8 @@ const DECIDED: [&str; 11] = [
     "--ring",
     "--resident",
     "--optimizer-on",
+    "--zero-stage",
+    "--replicas",
 ];
 
 /// The flags of `frugal finetune` for the training that was planned, where they are not its defaults.
@@ -286,6 +325,20 @@ fn flags(
         Placement::Offloaded { .. } => false,
     };
     let mut flags = Vec::new();
+    if let Some(ranks) = &candidate.ranks {
+        flags.push(format!("--zero-stage {}", ranks.stage.number()));
+        if ranks.replicas > 1 {
+            flags.push(format!("--replicas {}", ranks.replicas));
+        }
+        if ranks.keeps_files() {
+            flags.push("--offload file".to_owned());
+            flags.extend(planned.lora.is_none().then(|| "--optimizer-on host".to_owned()));
+        }
+        let training = &planned.config.training;
+        for (flag, number) in [("--batch", training.batch), ("--accumulation", training.accumulation)] {
+            flags.extend((!arguments.flags.has(&[flag])).then(|| format!("{flag} {number}")));
+        }
+    }
     match &candidate.placement {
         Placement::Resident(_) if is_mixed => {}
         Placement::Resident(layers) => match layers.first() {

@@ -1,25 +1,13 @@
 //! The ways to run a step, and what each takes.
 
-use accounting::memory::zero::ZeroStage;
 use accounting::offload::{
     AvailableMemory, Method, OffloadPlan, OptimizerPlace, Rates, Setup, SimulatedStep, Start, StepCosts,
     plan, simulate,
 };
 use accounting::quantity::bytes_text;
-use accounting::scale::Bound;
 use frugal::config::OffloadTier;
 use report::unit::human;
 use serde_json::{Value, json};
-
-/// The communication of a step over ranks.
-pub(super) struct OverRanks {
-    pub(super) stage: ZeroStage,
-    pub(super) bound: Bound,
-    /// Seconds in which a rank waits for others.
-    pub(super) exposed: f64,
-    /// Bytes that rank 0 sends.
-    pub(super) sent_bytes: u64,
-}
 
 /// A way to run a step, and what it takes.
 pub(super) struct Variant {
@@ -30,8 +18,6 @@ pub(super) struct Variant {
     pub(super) peak: u64,
     /// The plan of offloaded layers.
     pub(super) plan: Option<OffloadPlan>,
-    /// Its communication, if it runs over several ranks.
-    pub(super) ranks: Option<OverRanks>,
 }
 
 impl Variant {
@@ -46,12 +32,6 @@ impl Variant {
             "parts": self.step.device.parts.iter().map(|part| json!({ "what": part.name, "bytes": part.bytes }))
                 .collect::<Vec<_>>(),
         });
-        if let Some(ranks) = &self.ranks {
-            value["zero_stage"] = ranks.stage.number().into();
-            value["bound_by"] = ranks.bound.name().into();
-            value["exposed_seconds"] = ranks.exposed.into();
-            value["sent_bytes"] = ranks.sent_bytes.into();
-        }
         if let Some(plan) = &self.plan {
             value["layers"] = plan.layers.into();
             value["resident_layers"] = json!(plan.setup.resident);
@@ -77,22 +57,10 @@ pub(super) fn variants(
     let variant = |name: &str, flags: &str, method, optimizer| -> anyhow::Result<Variant> {
         let setup = Setup { method, resident: Vec::new(), optimizer };
         let step = simulate(costs, rates, &setup, Start::Warm)?;
-        Ok(Variant {
-            name: name.to_owned(),
-            flags: flags.to_owned(),
-            peak: peak(&step),
-            step,
-            plan: None,
-            ranks: None,
-        })
+        Ok(Variant { name: name.to_owned(), flags: flags.to_owned(), peak: peak(&step), step, plan: None })
     };
     let device = OptimizerPlace::Device;
     let mut all = vec![variant("all on the device", "", Method::Resident { recompute: false }, device)?];
-    // Inference keeps nothing that could be computed again.
-    if costs.training {
-        let recompute = Method::Resident { recompute: true };
-        all.push(variant("activations recomputed", "--activations recompute", recompute, device)?);
-    }
     let tier = if tier == OffloadTier::Host { "host" } else { "file" };
     let taken = if shared { costs.layer_bytes()? } else { 0 };
     let available = AvailableMemory { device: budget.device.saturating_sub(taken), ..budget };
@@ -113,7 +81,6 @@ pub(super) fn variants(
                 peak: peak(&step),
                 step,
                 plan: Some(result),
-                ranks: None,
             }
         }
         // Where nothing fits, a ring of one takes the least.

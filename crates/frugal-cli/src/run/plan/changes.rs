@@ -138,6 +138,9 @@ impl Question<'_> {
                 all.push(Change { flags, config, format, data, least });
             }
         };
+        if self.budget.resumes && config.objective.kind.is_preference() {
+            return all;
+        }
         if self.budget.resumes {
             let mut rows = config.clone();
             rows.training.micro_batch_size = Some(1);

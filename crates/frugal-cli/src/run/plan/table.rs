@@ -63,7 +63,7 @@ pub(crate) fn candidates_table(
 }
 
 /// Candidates for programs. Bytes are those of tensors.
-pub(crate) fn candidates_json(result: &SearchResult, columns: Columns) -> Value {
+pub(crate) fn candidates_json(result: &SearchResult, columns: Columns) -> Vec<Value> {
     let variant = |candidate: &Candidate| {
         let parts = candidate.peak.parts.iter();
         json!({

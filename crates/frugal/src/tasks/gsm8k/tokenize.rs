@@ -57,7 +57,7 @@ pub struct TrainingRow {
 
 impl From<TrainingRow> for MaskedRow {
     fn from(row: TrainingRow) -> Self {
-        Self { tokens: row.input_ids, labels: row.labels }
+        Self::new(row.input_ids, row.labels)
     }
 }
 

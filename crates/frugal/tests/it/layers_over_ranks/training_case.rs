@@ -132,7 +132,8 @@ impl Case {
         let (mut trainer, handles) = if self.without_ranks {
             self.prepare(&recipe).trainer(self.steps).unwrap()
         } else {
-            let over = mesh.insert(trainings::mesh(ranks, config.optimizer.replicas, self.place).unwrap());
+            let replicas = trainings::mesh(ranks, config.optimizer.replicas, self.place).unwrap();
+            let over = mesh.insert(replicas.with_sequence(config.training.sequence_parallel_size).unwrap());
             let prepared = self.prepare(&recipe.over(over.clone()).unwrap());
             println!("training {number}: bytes start {}", start.finish().unwrap().peak_above_start());
             prepared.trainer(self.steps).unwrap()

@@ -1,0 +1,86 @@
+//! Objectives over preferences, crossed with every technique.
+
+use std::collections::BTreeMap;
+
+use expect_test::expect;
+use frugal::Error;
+use frugal::config::ObjectiveKind;
+use frugal::training::trainer::Overflow;
+
+use crate::pairs::{Rounding, broken, run_over};
+use crate::techniques::{Family, Promise, TECHNIQUES, Technique};
+
+/// With adapters, which the reference is without.
+pub(crate) const DPO: Technique = Technique {
+    name: "DPO",
+    group: "adapter",
+    promise: Promise::Nothing,
+    set: |config, family| {
+        (TECHNIQUES[0].set)(config, family);
+        if let Some(adapter) = &mut config.adapter {
+            adapter.init_lora_weights = true.into();
+        }
+        config.objective.kind = ObjectiveKind::Dpo;
+    },
+};
+
+/// Of rated answers, with adapters.
+pub(crate) const KTO: Technique = Technique {
+    name: "KTO",
+    set: |config, family| {
+        (DPO.set)(config, family);
+        config.objective.kind = ObjectiveKind::Kto;
+    },
+    ..DPO
+};
+
+/// With all weights.
+pub(crate) const ORPO: Technique = Technique {
+    name: "ORPO",
+    group: "objective",
+    promise: Promise::Nothing,
+    set: |config, _| config.objective.kind = ObjectiveKind::Orpo,
+};
+
+#[test]
+fn every_technique_keeps_its_promise_or_is_refused_by_name() {
+    let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
+    let mut failures = Vec::new();
+    for objective in [&DPO, &KTO, &ORPO] {
+        for family in [Family::Llama, Family::Gpt2] {
+            let of = |techniques: &[&Technique]| run_over(family, techniques, None, Overflow::Skip);
+            let plain = of(&[objective]).unwrap();
+            let first = match objective.name {
+                "DPO" => Some(2f64.ln()),
+                "KTO" => Some(0.5),
+                _ => None,
+            };
+            if let Some(first) = first {
+                assert!((plain.losses[0] - first).abs() < 1e-6, "{:?}", plain.losses);
+            }
+            for technique in TECHNIQUES.iter().filter(|technique| technique.group != objective.group) {
+                let name = format!("{family:?}: {} + {}", objective.name, technique.name);
+                match of(&[technique, objective]) {
+                    Err(Error::Conflict { why, .. }) => *reasons.entry(why.to_owned()).or_default() += 1,
+                    Err(error) => failures.push(format!("{name}: {error}")),
+                    Ok(with) => {
+                        let rounding =
+                            if technique.group == "precision" { Rounding::Low } else { Rounding::Fp32 };
+                        failures.extend(
+                            broken(technique.promise, &with, &plain, rounding)
+                                .map(|found| format!("{name}: {found}")),
+                        );
+                    }
+                }
+            }
+        }
+    }
+    assert!(failures.is_empty(), "\n{}", failures.join("\n"));
+    let reasons: Vec<String> = reasons.iter().map(|(reason, count)| format!("{count} × {reason}")).collect();
+    expect![[r#"
+        4 × an adapter freezes the whole base
+        6 × answers that are compared are in one micro-batch
+        2 × the optimizer's state of trained layers in files is in files, too
+        6 × the update on the host is that of offloaded layers"#]]
+    .assert_eq(&reasons.join("\n"));
+}

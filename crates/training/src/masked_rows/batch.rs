@@ -1,0 +1,165 @@
+//! From rows to the tensors of a batch.
+
+use dataloading::{Batch, Counts, IGNORE_INDEX, Packing, Ratings, Sequences};
+use models::Documents;
+use tch::{Device, Tensor};
+
+use super::mismatched::Mismatched;
+use super::{Grouping, Layout, MaskedBatches, MaskedRow, positions};
+use crate::error::Result;
+
+/// A row of a batch, or one of those that share a packed row.
+pub(crate) struct Item {
+    pub(crate) row: MaskedRow,
+    /// Whether its prompt is learned, too.
+    pub(crate) learns_prompt: bool,
+    /// Whether it counts among [`Sequences::chosen_targets`].
+    pub(crate) is_chosen: bool,
+    /// Its log-probability by a reference model.
+    pub(crate) reference: Option<f32>,
+}
+
+impl Item {
+    /// A row for itself.
+    pub(crate) fn of(row: MaskedRow) -> Self {
+        Self { row, learns_prompt: false, is_chosen: false, reference: None }
+    }
+}
+
+impl MaskedBatches {
+    /// The batch of these units.
+    pub(super) fn batch(&self, units: &[usize]) -> Result<Batch> {
+        let (grouping, known) = (self.layout.grouping, self.reference.as_deref());
+        let (mut rows, mut mismatched) = (Vec::new(), Mismatched::new(self, known));
+        for unit in units {
+            let mut together = Vec::new();
+            for number in self.unit(*unit) {
+                let row = self.rows.row(number)?;
+                if grouping == Grouping::Rated {
+                    mismatched.add(&row, number)?;
+                }
+                together.push(Item {
+                    row,
+                    learns_prompt: grouping.learns_prompt(number),
+                    is_chosen: grouping.is_chosen(number),
+                    reference: known.map(|known| known[number * grouping.references()]),
+                });
+            }
+            match self.is_packed() {
+                true => rows.push(together),
+                false => rows.extend(together.into_iter().map(|item| vec![item])),
+            }
+        }
+        let weights: Vec<f32> = rows.iter().flatten().map(|item| item.row.weight).collect();
+        let mut batch = assemble(rows, &self.layout, self.device)?;
+        if let (Grouping::Rated, Some(sequences)) = (grouping, &mut batch.sequences) {
+            sequences.ratings = Some(Ratings {
+                signs: Tensor::f_from_slice(&weights)?.f_sign()?.f_to_device(self.device)?,
+                desirable: weights.iter().filter(|weight| **weight > 0.0).count(),
+                mismatched: Box::new(assemble(mismatched.rows(), &self.layout, self.device)?),
+            });
+        }
+        Ok(batch)
+    }
+}
+
+/// Returns the batch of rows. Each row has the tokens of one item, or of several if rows are packed.
+pub(crate) fn assemble(rows: Vec<Vec<Item>>, layout: &Layout, device: Device) -> Result<Batch> {
+    let widest = rows.iter().flatten().map(|item| positions(&item.row)).max().unwrap_or(0);
+    let length = layout.packed.unwrap_or(widest);
+    let mut counts = Counts::default();
+    let (mut tokens, mut labels, mut places, mut lengths) = (vec![], vec![], vec![], vec![]);
+    let (mut padding, mut sequences) = (Vec::new(), SequencesOfBatch::default());
+    for items in rows {
+        let mut documents = Vec::new();
+        for Item { row, learns_prompt, is_chosen, reference } in items {
+            let inputs = positions(&row);
+            tokens.extend_from_slice(&row.tokens[..inputs]);
+            places.extend(0..inputs as i64);
+            let learnt = &row.labels[1..];
+            let learned = learnt.iter().filter(|label| **label != IGNORE_INDEX).count();
+            let targets = if learns_prompt { inputs } else { learned };
+            labels.extend_from_slice(if learns_prompt { &row.tokens[1..] } else { learnt });
+            if layout.grouping != Grouping::Rows {
+                sequences.add(learnt, learned);
+                sequences.chosen_targets += if is_chosen { targets } else { 0 };
+                sequences.reference.extend(reference);
+            }
+            counts.targets += targets;
+            counts.tokens += inputs;
+            counts.documents += 1;
+            documents.push(inputs);
+        }
+        let empty = length - documents.iter().sum::<usize>();
+        padding.push(empty as i64);
+        if empty > 0 {
+            tokens.extend(std::iter::repeat_n(layout.pad, empty));
+            labels.extend(std::iter::repeat_n(IGNORE_INDEX, empty));
+            places.extend(0..empty as i64);
+            sequences.pad(empty);
+            counts.padding += empty;
+            documents.push(empty);
+        }
+        lengths.push(documents);
+    }
+    let shape = [lengths.len() as i64, length as i64];
+    let tensor = |values: &[i64]| -> Result<Tensor> {
+        Ok(Tensor::f_from_slice(values)?.f_reshape(shape)?.f_to_device(device)?)
+    };
+    let packing = match layout.packed {
+        None => None,
+        Some(_) => {
+            let documents = Documents::new(&lengths, device)?;
+            Some(Packing {
+                positions: tensor(&places)?,
+                document_ids: documents.ids().shallow_clone(),
+                cu_seqlens: documents.cu_seqlens().shallow_clone(),
+                starts: documents.starts().to_vec(),
+                longest: documents.longest(),
+            })
+        }
+    };
+    let padding = if counts.padding > 0 { padding } else { Vec::new() };
+    let sequences = match layout.grouping {
+        Grouping::Rows => None,
+        Grouping::Pairs { .. } | Grouping::Rated => Some(sequences.finish(shape, device)?),
+    };
+    Ok(Batch { tokens: tensor(&tokens)?, labels: tensor(&labels)?, packing, padding, sequences, counts })
+}
+
+/// [`Sequences`] on the host.
+#[derive(Default)]
+struct SequencesOfBatch {
+    /// A label of a prompt has −1 until all sequences are known.
+    ids: Vec<i64>,
+    lengths: Vec<f32>,
+    reference: Vec<f32>,
+    chosen_targets: usize,
+}
+
+impl SequencesOfBatch {
+    /// Adds the sequence of a row: its labels, and how many there are.
+    fn add(&mut self, labels: &[i64], learned: usize) {
+        let number = self.lengths.len() as i64;
+        self.ids.extend(labels.iter().map(|label| if *label == IGNORE_INDEX { -1 } else { number }));
+        self.lengths.push(learned as f32);
+    }
+
+    fn pad(&mut self, positions: usize) {
+        self.ids.extend(std::iter::repeat_n(-1, positions));
+    }
+
+    fn finish(mut self, shape: [i64; 2], device: Device) -> Result<Sequences> {
+        let count = self.lengths.len() as i64;
+        self.ids.iter_mut().filter(|id| **id < 0).for_each(|id| *id = count);
+        let on_device = |values: &[f32]| Tensor::f_from_slice(values)?.f_to_device(device);
+        let reference = (!self.reference.is_empty()).then(|| on_device(&self.reference)).transpose()?;
+        Ok(Sequences {
+            ids: Tensor::f_from_slice(&self.ids)?.f_reshape(shape)?.f_to_device(device)?,
+            lengths: on_device(&self.lengths)?,
+            reference,
+            chosen_targets: self.chosen_targets,
+            ratings: None,
+        })
+    }
+}
