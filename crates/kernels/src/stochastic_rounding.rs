@@ -75,7 +75,8 @@ impl Stream {
         self.key
     }
 
-    pub(crate) fn first(self) -> u64 {
+    /// Returns the index in the whole parameter of the first element.
+    pub fn first(self) -> u64 {
         self.first
     }
 }

@@ -445,7 +445,7 @@ fn unsupported_parameters_are_errors() {
     let offload = OffloadConfig::default().install(&mut *model).unwrap();
     let new =
         |groups| HostAdamW::new(&offload, groups, RULE, HostAdamWConfig::default()).unwrap_err().to_string();
-    let own = Group { rule: Some(Box::new(RULE)), ..Group::new(trainable(&*model), 0.1) };
+    let own = Group { rule: Some(Arc::new(RULE)), ..Group::new(trainable(&*model), 0.1) };
     assert!(new(vec![own]).contains("has its own rule"));
     let both =
         HostAdamWConfig { master_weights: true, stochastic_rounding: Some(1), ..HostAdamWConfig::default() };

@@ -12,10 +12,34 @@ use super::state::ParameterState;
 use super::{Implementation, work_kind};
 use crate::error::{Error, Result};
 
+mod slices;
+
 /// Bytes of weights and gradients in the dtype of the arithmetic that a bucket may hold as copies before it runs. Copies of all
 /// parameters at once would take twice the memory of 16-bit weights and gradients. What a parameter becomes does not depend on its
 /// bucket.
 const CASTS: u64 = 64 << 20;
+
+/// What an update reads and writes of a parameter, or of a slice of one.
+#[derive(Debug)]
+struct Part<'a> {
+    values: &'a Tensor,
+    grad: &'a Tensor,
+    master: Option<&'a Tensor>,
+    /// In the order of the rule's slots.
+    slots: Vec<&'a Tensor>,
+    /// The number of steps on the device, for a fused kernel.
+    step: Option<&'a Tensor>,
+    /// The random numbers, if the values are rounded stochastically.
+    stream: Option<Stream>,
+}
+
+impl Part<'_> {
+    /// Returns the copies that a step makes in the dtype of the arithmetic: of the values, of the gradient, of both or none.
+    fn copies(&self) -> u64 {
+        let kind = work_kind(self.values.kind());
+        u64::from(self.master.is_none() && self.values.kind() != kind) + u64::from(self.grad.kind() != kind)
+    }
+}
 
 /// The arguments of one call.
 #[derive(Debug)]
@@ -35,7 +59,43 @@ struct Bucket<'a> {
     casts: u64,
 }
 
-/// StepArguments to run a step.
+impl<'a> Bucket<'a> {
+    fn new(key: (usize, Device, Kind, u64), slots: &[(&'static str, Tensor)]) -> Self {
+        let names = slots.iter().map(|(name, _)| *name).collect();
+        let slots = slots.iter().map(|_| Vec::new()).collect();
+        let (params, grads, steps, weights, streams) = Default::default();
+        Self { key, names, params, grads, slots, steps, weights, streams, casts: 0 }
+    }
+
+    fn push(&mut self, part: &Part<'a>) -> Result<()> {
+        let (_, _, kind, _) = self.key;
+        let layout = TensorLayout::of(part.values)?;
+        self.casts += part.copies() * layout.numel() as u64 * kind.elt_size_in_bytes() as u64;
+        self.streams.push(part.stream);
+        // The fused kernels treat memory as contiguous.
+        let (work, weight) = match part.master {
+            Some(master) => (Dense::Same(master), Some(part.values.shallow_clone())),
+            None if layout.kind() == kind && layout.is_contiguous() => (Dense::Same(part.values), None),
+            None => {
+                let copy = part.values.f_detach()?.f_to_kind(kind)?.f_contiguous()?;
+                (Dense::Copy(copy), Some(part.values.shallow_clone()))
+            }
+        };
+        self.weights.push(weight);
+        self.params.push(work);
+        self.grads.push(match TensorLayout::of(part.grad)?.is_contiguous() {
+            true => Dense::Same(part.grad),
+            false => Dense::Copy(part.grad.f_detach()?.f_contiguous()?),
+        });
+        for (list, tensor) in self.slots.iter_mut().zip(&part.slots) {
+            list.push(tensor);
+        }
+        self.steps.extend(part.step);
+        Ok(())
+    }
+}
+
+/// The arguments of a step.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct StepArguments<'a> {
     /// The optimizer's rule; a group may have its own.
@@ -118,57 +178,41 @@ fn update(
     let mut buckets: Vec<Bucket<'_>> = Vec::new();
     for Live { parameter, grad, .. } in &*live {
         let Some(state) = &parameter.state else { continue };
-        let layout = TensorLayout::of(&parameter.tensor)?;
-        let kind = work_kind(layout.kind());
+        let values = &parameter.tensor;
+        let kind = work_kind(values.kind());
         let own = rule_of(parameter.group);
-        let fused = is_fused(own);
+        let is_half = matches!(values.kind(), Kind::BFloat16 | Kind::Half);
+        let part = Part {
+            values,
+            grad,
+            master: state.master.as_ref(),
+            slots: state.slots.iter().map(|(_, tensor)| tensor).collect(),
+            // The kernel increments it: it gets the number before this step.
+            step: state.device_step.as_ref().filter(|_| is_fused(own)),
+            // A master copy is rounded to nearest: it keeps what the rounding drops.
+            stream: parameter.stream.filter(|_| is_half && state.master.is_none()),
+        };
         // A fused kernel gets each parameter's own step number.
-        let number = if fused { 0 } else { state.step + 1 };
-        let key = (parameter.group, layout.device(), kind, number);
-        // A bucket of one parameter can run immediately, so that its temporaries are freed before the next one's.
+        let number = if part.step.is_some() { 0 } else { state.step + 1 };
+        let key = (parameter.group, values.device(), kind, number);
+        if let Some(slices) = slices::of(&part, own, parameter.whole)? {
+            for slice in &slices {
+                let mut bucket = Bucket::new(key, &state.slots);
+                bucket.push(&slice.part())?;
+                run(std::iter::once(bucket), groups, arguments, changed)?;
+            }
+            continue;
+        }
         let has_slots_of =
             |bucket: &Bucket<'_>| bucket.names.iter().eq(state.slots.iter().map(|(name, _)| name));
         let at = buckets.iter().position(|bucket| bucket.key == key && has_slots_of(bucket));
         let at = at.unwrap_or_else(|| {
-            let names = state.slots.iter().map(|(name, _)| *name).collect();
-            let slots = state.slots.iter().map(|_| Vec::new()).collect();
-            let (params, grads, steps, weights, streams) = Default::default();
-            buckets.push(Bucket { key, names, params, grads, slots, steps, weights, streams, casts: 0 });
+            buckets.push(Bucket::new(key, &state.slots));
             buckets.len() - 1
         });
-        let bucket = &mut buckets[at];
-        let values = &parameter.tensor;
-        let of_grad = TensorLayout::of(grad)?;
-        let wide = layout.numel() as u64 * kind.elt_size_in_bytes() as u64;
-        let copied =
-            u64::from(state.master.is_none() && layout.kind() != kind) + u64::from(of_grad.kind() != kind);
-        bucket.casts += copied * wide;
-        // A master copy is rounded to nearest: it keeps what the rounding drops.
-        let is_half = matches!(layout.kind(), Kind::BFloat16 | Kind::Half);
-        bucket.streams.push(parameter.stream.filter(|_| is_half && state.master.is_none()));
-        // The fused kernels treat memory as contiguous.
-        let (work, weight) = match &state.master {
-            Some(master) => (Dense::Same(master), Some(values.shallow_clone())),
-            None if layout.kind() == kind && layout.is_contiguous() => (Dense::Same(values), None),
-            None => {
-                let copy = values.f_detach()?.f_to_kind(kind)?.f_contiguous()?;
-                (Dense::Copy(copy), Some(values.shallow_clone()))
-            }
-        };
-        bucket.weights.push(weight);
-        bucket.params.push(work);
-        bucket.grads.push(match of_grad.is_contiguous() {
-            true => Dense::Same(grad),
-            false => Dense::Copy(grad.f_detach()?.f_contiguous()?),
-        });
-        for (list, (_, tensor)) in bucket.slots.iter_mut().zip(&state.slots) {
-            list.push(tensor);
-        }
-        if fused {
-            // The kernel increments it: it gets the number before this step.
-            bucket.steps.extend(&state.device_step);
-        }
-        if implementation == Implementation::ForLoop || bucket.casts >= CASTS {
+        buckets[at].push(&part)?;
+        // A bucket of one parameter can run immediately, so that its temporaries are freed before the next one's.
+        if implementation == Implementation::ForLoop || buckets[at].casts >= CASTS {
             run(Some(buckets.swap_remove(at)).into_iter(), groups, arguments, changed)?;
         }
     }

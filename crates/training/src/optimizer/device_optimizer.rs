@@ -1,9 +1,11 @@
 //! The standard optimizer: state and step are on the parameters' device.
 
 use std::collections::{BTreeSet, HashMap};
+use std::ops::Range;
+use std::sync::Arc;
 
 use kernels::stochastic_rounding::Stream;
-use runtime::autograd::{clear_gradients, gradients};
+use runtime::autograd::{clear_gradients, gradients, set_grad};
 use runtime::ops::TryScalar;
 use runtime::ops::foreach;
 use runtime::precision::identity;
@@ -14,7 +16,7 @@ use super::group::{Group, OptimizedParameter};
 use super::rule::Rule;
 use super::state::{self, ParameterState};
 use super::{Implementation, StepSettings, ZeroGrad};
-use crate::clip;
+use crate::clip::{self, Findings};
 use crate::error::{Error, Result};
 
 /// A rule with its parameters and their state.
@@ -22,7 +24,7 @@ use crate::error::{Error, Result};
 /// Its own methods are for hand-written loops; a [`Trainer`](crate::Trainer) uses those of [`Optimizer`](super::Optimizer).
 #[derive(Debug)]
 pub struct DeviceOptimizer {
-    rule: Box<dyn Rule>,
+    rule: Arc<dyn Rule>,
     groups: Vec<Group>,
     parameter: Vec<OptimizedParameter>,
     factor: f64,
@@ -74,7 +76,7 @@ impl DeviceOptimizer {
             }
         }
         Ok(Self {
-            rule,
+            rule: rule.into(),
             groups,
             parameter,
             factor: 1.0,
@@ -314,14 +316,52 @@ impl DeviceOptimizer {
         Ok(())
     }
 
+    /// Returns the parameters, in the order of their groups.
+    pub(super) fn tensors(&self) -> impl Iterator<Item = &Tensor> {
+        self.parameter.iter().map(|parameter| &parameter.tensor)
+    }
+
+    pub(super) fn parameter_name(&self, index: usize) -> &str {
+        &self.parameter[index].name
+    }
+
+    pub(super) fn shared_rule(&self) -> Arc<dyn Rule> {
+        self.rule.clone()
+    }
+
+    /// Updates one parameter, and frees its gradient.
+    ///
+    /// # Errors
+    /// A gradient that is not finite, if that is checked; those of [`DeviceOptimizer::step`].
+    pub(super) fn update_one(&mut self, index: usize, is_checked: bool) -> Result<()> {
+        self.changed = false;
+        if self.groups[self.parameter[index].group].frozen {
+            return Ok(());
+        }
+        let parameter = &mut self.parameter[index];
+        let grad = parameter.tensor.f_grad()?;
+        if is_checked && clip::found_non_finite(&[&grad])?.f_double_value(&[0])? != 0.0 {
+            let findings = Findings { non_finite: true, ..Findings::default() };
+            return Err(findings.error(Some(&parameter.name)));
+        }
+        self.learn_steps()?;
+        self.advance_those(None, index..index + 1)?;
+        Ok(set_grad(&self.parameter[index].tensor, None)?)
+    }
+
     fn advance(&mut self, skip: Option<&Tensor>) -> Result<()> {
+        self.advance_those(skip, 0..self.parameter.len())
+    }
+
+    fn advance_those(&mut self, skip: Option<&Tensor>, indices: Range<usize>) -> Result<()> {
         let _range = runtime::profile::range("optimizer.step");
         let _no_grad = tch::no_grad_guard();
         let &mut Self { ref rule, ref groups, ref rates, factor, implementation, master_weights, .. } = self;
-        let tensors: Vec<&Tensor> = self.parameter.iter().map(|parameter| &parameter.tensor).collect();
+        let parameters = &mut self.parameter[indices];
+        let tensors: Vec<&Tensor> = parameters.iter().map(|parameter| &parameter.tensor).collect();
         let grads = gradients(&tensors)?;
         let mut live = Vec::with_capacity(grads.len());
-        for (parameter, grad) in self.parameter.iter_mut().zip(grads) {
+        for (parameter, grad) in parameters.iter_mut().zip(grads) {
             let Some(grad) = grad.filter(|_| !groups[parameter.group].frozen) else { continue };
             if grad.is_sparse() {
                 let reason =

@@ -1,6 +1,7 @@
 //! Parameter groups: parameters that share a learning rate, a weight decay and a rule.
 
 use std::borrow::Borrow;
+use std::sync::Arc;
 
 use kernels::stochastic_rounding::Stream;
 use tch::{Kind, Tensor};
@@ -9,7 +10,7 @@ use super::rule::{Rule, not_negative};
 use super::state::ParameterState;
 use crate::error::{Error, Result};
 
-/// Parameters with their own settings.
+/// Parameters with their own settings. A clone refers to the same parameters.
 #[derive(Debug)]
 pub struct Group {
     /// The name, for [`DeviceOptimizer::freeze`](super::DeviceOptimizer::freeze).
@@ -23,7 +24,16 @@ pub struct Group {
     /// Whether steps skip the group.
     pub frozen: bool,
     /// A rule instead of the optimizer's: with other coefficients, or another rule, as those that [`Muon`](super::Muon) does not update have.
-    pub rule: Option<Box<dyn Rule>>,
+    pub rule: Option<Arc<dyn Rule>>,
+}
+
+impl Clone for Group {
+    fn clone(&self) -> Self {
+        let parameters = self.parameters.iter().map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
+        let &Self { ref name, lr, weight_decay, frozen, ref rule, .. } = self;
+        let (name, parameters, rule) = (name.clone(), parameters.collect(), rule.clone());
+        Self { name, parameters, lr, weight_decay, frozen, rule }
+    }
 }
 
 impl Group {

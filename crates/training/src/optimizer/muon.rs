@@ -14,6 +14,8 @@
 //! arithmetic's dtype on a CPU ([`Muon::products`]): without instructions for bf16 an iteration of PyTorch's takes 32 to 43 times as long in bf16
 //! as in fp32 (AMD Zen 3, 128 × 512 to 512 × 512), and differs by 1 % from it, where both are 20 % away from the nearest orthogonal matrix.
 
+use std::sync::Arc;
+
 use runtime::ops::{TryScalar, call, foreach, single};
 use tch::{Kind, Tensor};
 
@@ -79,7 +81,7 @@ impl Muon {
             parameters.into_iter().partition(|(name, tensor)| Self::is_hidden(name, tensor.dim()));
         let matrices = Group { name: "matrices".into(), weight_decay, ..Group::new(hidden, lr) };
         let others = Group::by_dimension(others, lr, weight_decay).into_iter();
-        let others = others.map(|group| Group { rule: Some(Box::new(adam_w)), ..group });
+        let others = others.map(|group| Group { rule: Some(Arc::new(adam_w)), ..group });
         let groups = std::iter::once(matrices).filter(|group| !group.parameters.is_empty());
         groups.chain(others).collect()
     }

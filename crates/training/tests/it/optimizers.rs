@@ -1,5 +1,7 @@
 //! Optimizers: weight decay against plain f64 arithmetic, groups, dtypes, layouts, state.
 
+use std::sync::Arc;
+
 use expect_test::expect;
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
@@ -390,7 +392,7 @@ fn invalid_parameters_are_errors() {
         DeviceOptimizer::new(Sgd, vec![group(Tensor::from(1i64))]).unwrap_err(),
         DeviceOptimizer::new(
             Sgd,
-            vec![Group { rule: Some(Box::new(Adam { eps: -1.0, ..Adam::default() })), ..group(leaf()) }],
+            vec![Group { rule: Some(Arc::new(Adam { eps: -1.0, ..Adam::default() })), ..group(leaf()) }],
         )
         .unwrap_err(),
     ];
