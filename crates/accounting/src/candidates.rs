@@ -90,6 +90,8 @@ pub struct Job {
     pub accumulation: u64,
     /// Whether the gradient norm is clipped, for which all gradients must exist before the first update.
     pub clips: bool,
+    /// Whether each weight is updated during backward, and its gradient is freed. Without accumulation, clipping, offloaded layers and ranks.
+    pub in_backward: bool,
     /// Rates of layers in host memory, and of the optimizer.
     pub rates: Rates,
     /// Bytes per second of layers in files.
@@ -118,6 +120,7 @@ impl Job {
             evaluation: None,
             accumulation: 1,
             clips: true,
+            in_backward: false,
             rates,
             file_load: rates.load,
             file_optimizer: rates.host_optimizer,

@@ -71,7 +71,27 @@ impl Job {
     pub(super) fn costs_of(&self, placement: &Placement, pass: Batch) -> Result<StepCosts, Error> {
         let costs = self.costs(pass)?;
         match placement {
-            Placement::Resident(plan) => self.with_plan(costs, pass, plan),
+            Placement::Resident(plan) => {
+                let mut costs = self.with_plan(costs, pass, plan)?;
+                if self.in_backward {
+                    let model = &self.model;
+                    let head = match (model.tied, &self.lora) {
+                        (false, _) => 0,
+                        (true, Some(_)) => costs.fixed.head_gradient_bytes,
+                        (true, None) => self
+                            .choices
+                            .recipe
+                            .gradients
+                            .bytes(product("elements", &[model.vocabulary, model.hidden])?)?,
+                    };
+                    let copies = match self.lora {
+                        Some(_) => [0; 2],
+                        None => sizes::update_bytes_of_one(model, &self.choices.recipe, self.on_cpu)?,
+                    };
+                    costs.update_in_backward(copies, head)?;
+                }
+                Ok(costs)
+            }
             Placement::Offloaded { keep, inputs_on_host, .. } => {
                 let mut costs = self.with_kept(costs, pass, keep)?;
                 costs.working.inputs_on_host = *inputs_on_host;

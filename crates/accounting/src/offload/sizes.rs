@@ -30,7 +30,7 @@ pub use crate::passes::head::Logits;
 pub use choices::Choices;
 use weight_copies::cast_bytes;
 pub use weight_copies::update_bytes;
-pub(crate) use weight_copies::update_copies;
+pub(crate) use weight_copies::{update_bytes_of_one, update_copies};
 
 /// Returns the costs of a forward that keeps nothing and ends in logits.
 ///

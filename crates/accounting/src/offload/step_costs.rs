@@ -101,6 +101,33 @@ pub struct StepCosts {
 }
 
 impl StepCosts {
+    /// Makes each weight's update a part of the backward that completes its gradient, which is freed by it. The update of a weight in the
+    /// layers takes `in_layers` bytes, of another one `outside`. `head_gradient` bytes exist from the loss to the embedding's backward: the output matrix' gradient where both are one tensor.
+    pub(crate) fn update_in_backward(
+        &mut self,
+        [in_layers, outside]: [u64; 2],
+        head_gradient: u64,
+    ) -> Result<(), Error> {
+        const WHAT: &str = "bytes of updates during backward";
+        self.working.update_bytes = 0;
+        let working = &mut self.working;
+        for layer in &mut self.layers {
+            layer.gradient_bytes = 0;
+            if let Some(kept) = &mut layer.kept {
+                kept.backward_bytes = exact::sum(WHAT, [kept.backward_bytes, in_layers])?;
+            }
+        }
+        if let Some(kept) = &mut working.kept {
+            kept.backward_bytes = exact::sum(WHAT, [kept.backward_bytes, in_layers])?;
+        }
+        working.backward_bytes = exact::sum(WHAT, [working.backward_bytes, in_layers])?;
+        // The update follows the backward.
+        working.embedding_bytes = working.embedding_bytes.max(outside);
+        self.fixed.gradient_bytes -= self.fixed.head_gradient_bytes - head_gradient;
+        self.fixed.head_gradient_bytes = head_gradient;
+        Ok(())
+    }
+
     /// Returns whether the optimizer has any parameters.
     pub fn updates(&self) -> bool {
         self.training && (self.fixed.trainable > 0 || self.layers.iter().any(|layer| layer.trainable > 0))

@@ -9,7 +9,7 @@ use accounting::lora::LowRank;
 use accounting::memory::logits::Loss;
 use accounting::memory::recipe::Recipe;
 use accounting::offload::sizes::Choices;
-use accounting::offload::{AvailableMemory, OptimizerPlace, Rates};
+use accounting::offload::{AvailableMemory, Footprint, Moment, OptimizerPlace, Rates};
 use accounting::presets;
 
 fn job(lora: bool) -> Job {
@@ -30,6 +30,7 @@ fn job(lora: bool) -> Job {
         evaluation: None,
         accumulation: 4,
         clips: true,
+        in_backward: false,
         rates: Rates { load: 5e9, store: 5e9, host_optimizer: 7e8, device_optimizer: 7e8 },
         file_load: 2e9,
         file_optimizer: 1e8,
@@ -210,11 +211,38 @@ fn accumulated_gradients_and_casts_are_counted() {
     assert_eq!(several.peak.bytes("gradients"), 2 * parameters);
     assert_eq!(several.peak.bytes("optimizer state"), 8 * parameters);
     assert!(several.peak.total > single.peak.total + parameters);
-    // Few activations: the largest moment is the update.
-    let tokens = Batch { work: Workload { batch: 1, sequence: 16 }, labelled: None };
-    let short = Job { largest: vec![tokens], mean: tokens, ..job(false) };
-    let update = short.evaluate(keep(), None).unwrap().peak;
-    assert_eq!(update.moment.to_string(), "step of the optimizer");
+    // Of the embedding, whose copies would take 1.1 GB, 32 MiB at a time.
+    let moments = job(false).moments(&several).unwrap();
+    let update = moments.iter().find(|footprint| footprint.moment == Moment::Update).unwrap();
+    assert_eq!(update.bytes("working memory"), (32 + 64) << 20);
+}
+
+#[test]
+fn updates_during_backward_leave_the_gradients_of_a_layer() {
+    let after = Job { accumulation: 1, clips: false, ..job(false) };
+    let during = Job { in_backward: true, ..after.clone() };
+    let keep = || Placement::Resident(vec![LayerPlan::KeepAll; 24]);
+    let [after, during] = [&after, &during].map(|job| {
+        let candidate = job.evaluate(keep(), None).unwrap();
+        job.moments(&candidate).unwrap()
+    });
+    let bytes = |moments: &[Footprint], moment: Moment, name: &str| {
+        moments.iter().find(|footprint| footprint.moment == moment).map(|footprint| footprint.bytes(name))
+    };
+    let model = presets::find("qwen2.5-0.5b").unwrap();
+    let (all, matrix) = (2 * model.parameters().unwrap(), 2 * model.vocabulary * model.hidden);
+    // The head's gradient waits for the embedding's, which is the same tensor.
+    for (moments, in_layers) in [(&after, all - matrix - 2 * model.hidden), (&during, 0)] {
+        assert_eq!(bytes(moments, Moment::Embedding, "layer gradients").unwrap_or(0), in_layers);
+        let beside = if in_layers > 0 { 2 * model.hidden } else { 0 };
+        assert_eq!(bytes(moments, Moment::Embedding, "fixed gradients"), Some(matrix + beside));
+    }
+    assert_eq!(bytes(&during, Moment::Update, "working memory"), None);
+    let first = Moment::Backward(0);
+    let copies =
+        bytes(&during, first, "working memory").unwrap() - bytes(&after, first, "working memory").unwrap();
+    // 4864 × 896 weights and gradients in fp32 would be 34.9 MB.
+    assert_eq!(copies, 32 << 20);
 }
 
 /// Rows of the validation data may be longer than those of the training.

@@ -309,6 +309,8 @@ static TABLE: [&[Flag]; 27] = [
             "Layers that are not offloaded: numbers from 0, separated by commas";
         "optimizer.place", "--optimizer-on" => choice::<OptimizerPlace>("PLACE"),
             "Where the optimizer state of offloaded layers is stored and updated [default: device]";
+        "optimizer.in_backward", "--fused-optimizer" => switch("true"),
+            "Update each weight during backward, and free its gradient; without clipping (--clip 0) or accumulation";
     },
     flags! { MEMORY, TRAININGS | PLAN;
         "optimizer.zero_stage", "--zero-stage" => Takes::One { name: "STAGE", parser: values::zero_stage },

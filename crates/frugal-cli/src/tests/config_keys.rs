@@ -16,7 +16,7 @@ type Case = (&'static str, &'static str, &'static str);
 const BASE: [Case; 2] =
     [("model.name", "\"@model\"", "--model @model"), ("data.source", "\"@my\"", "--data @my")];
 
-const FINETUNE: [Case; 99] = [
+const FINETUNE: [Case; 100] = [
     ("method", "\"dora\"", "--method dora"),
     ("model.revision", "\"v1\"", "--revision v1"),
     ("model.offline", "true", "--offline"),
@@ -105,6 +105,7 @@ const FINETUNE: [Case; 99] = [
     ("optimizer.weight_decay", "0.5", "--weight-decay 0.5"),
     ("optimizer.clip", "0.5", "--clip 0.5"),
     ("optimizer.place", "\"host\"", "--optimizer-on host"),
+    ("optimizer.in_backward", "true", "--fused-optimizer"),
     ("optimizer.master_weights", "true", ""),
     ("optimizer.zero_stage", "2", ""),
     ("optimizer.replicas", "2", ""),

@@ -26,10 +26,13 @@ pub struct OptimizerConfig {
     /// Weight decay of matrices: an L2 penalty for SGD, momentum, Nesterov, AdaGrad, RMSProp and Adam, and decoupled for the others.
     pub weight_decay: f64,
     /// Maximum gradient norm; 0 for no clipping. A step whose loss or gradients are not finite is skipped; without clipping and with the
-    /// optimizer on the host it ends the training.
+    /// optimizer on the host, or with updates during backward, it ends the training.
     pub clip: f64,
     /// Storage of the optimizer state of offloaded layers, and the device that updates it.
     pub place: OptimizerPlace,
+    /// Whether each weight is updated during backward, as soon as its gradient is complete, and the gradient is freed: the gradients of a
+    /// whole model are never in memory at once. A step then has one micro-batch and no clipping, and one that is not finite ends the training.
+    pub in_backward: bool,
     /// Handling of updates smaller than the last digit of trained bf16 and fp16 weights: `true` keeps fp32 copies (4 bytes each),
     /// `"stochastic"` rounds at random, `false` loses such updates, and `"auto"` keeps copies where memory allows, else it rounds at random.
     pub master_weights: MasterWeights,
@@ -54,6 +57,7 @@ impl Default for OptimizerConfig {
             weight_decay: 0.0,
             clip: 1.0,
             place: OptimizerPlace::default(),
+            in_backward: false,
             master_weights: MasterWeights::default(),
             zero_stage: ZeroStage::default(),
             replicas: 1,

@@ -146,6 +146,7 @@ pub fn job(
         evaluation: data.evaluations.last().map(|(_, batch)| *batch),
         accumulation: training.accumulation as u64,
         clips: optimizer.clip > 0.0,
+        in_backward: optimizer.in_backward,
         rates: rates.transfers(),
         file_load: rates.file_load,
         file_optimizer: rates.file_optimizer,
@@ -226,6 +227,7 @@ pub fn allowed(config: &Config, layers: usize, device: Device) -> Result<Allowed
     let splits = training.micro_batch_size.is_none()
         && !config.objective.kind.is_preference()
         && activations.plan != ActivationPlan::Plan
+        && !optimizer.in_backward
         && !(mixed && config.adapter.is_none());
     let place = |place: config::OptimizerPlace| match place {
         config::OptimizerPlace::Host => OptimizerPlace::Host,
@@ -254,7 +256,9 @@ pub fn allowed(config: &Config, layers: usize, device: Device) -> Result<Allowed
         ActivationPlan::EveryK => Layers::Only(every_kth(layers, activations.every, again)?),
     };
     let offloaded = match activations.plan {
-        ActivationPlan::Auto if !mixed && config.experts.is_none() => offloaded_layers(config, device),
+        ActivationPlan::Auto if !mixed && !optimizer.in_backward && config.experts.is_none() => {
+            offloaded_layers(config, device)
+        }
         _ => None,
     };
     Ok(Allowed { layers: Some(plan), offloaded, splits, rows, ..Allowed::default() })

@@ -157,6 +157,14 @@ fn stage_over_ranks(config: &Config, stage: ZeroStage, ranks: usize, device: Dev
         let remedy = "use `optimizer.zero_stage = 2`, or `optimizer.rule = \"lion\"` or \"adamw\"";
         return refused("`optimizer.rule = \"adamw8bit\"` with `optimizer.zero_stage = 3`", why, remedy);
     }
+    if optimizer.in_backward {
+        let why = "ranks update their parts of weights after gradients are reduced";
+        return refused(
+            "`optimizer.in_backward`",
+            why,
+            "use `optimizer.zero_stage = 2`, which divides gradients, and leave it out",
+        );
+    }
     if config.objective.kind == ObjectiveKind::Grpo {
         let why =
             "ranks would have to sample and grade the answers of a step together, which is not implemented";

@@ -47,6 +47,7 @@ const HOST: Setting =
     when("`optimizer.place = \"host\"`", |config| config.optimizer.place == OptimizerPlace::Host);
 const OFFLOAD: Setting = when("`offload`", |config| config.offload.is_some());
 const EXPERTS: Setting = when("`experts`", |config| config.experts.is_some());
+const IN_BACKWARD: Setting = when("`optimizer.in_backward`", |config| config.optimizer.in_backward);
 const LEVEL: Setting = when("`mlp.level`", |config| config.mlp.level.is_some());
 const QUANTIZED: Setting = named(quantized, is_quantized);
 const FULL: Setting = when("full fine-tuning", |config| config.adapter.is_none());
@@ -60,7 +61,7 @@ const REFERENCE: Setting = named(objective, |config| {
 const REWARDS: Setting = named(objective, |config| config.objective.kind == ObjectiveKind::Grpo);
 const PLAIN: Setting = when("`loss.head = \"plain\"`", |config| config.loss.head == LossHeadKind::Plain);
 
-static RULES: [Rule; 40] = [
+static RULES: [Rule; 45] = [
     (
         when("`offload.method = \"one-layer\"`", |config| method(config) == Some(OffloadMethod::OneLayer)),
         when("training", |_| true),
@@ -122,6 +123,39 @@ static RULES: [Rule; 40] = [
         when("the loss scaler of `precision.compute = \"fp16\"`", FP16.is_set),
         "layers are updated during backward, before it is known whether a gradient overflows",
         "use `precision.compute = \"bf16\"`, or `optimizer.place = \"device\"`",
+    ),
+    (
+        IN_BACKWARD,
+        when("`optimizer.clip` above 0", |config| config.optimizer.clip > 0.0),
+        "the norm is that of all gradients, which are never in memory at once",
+        "use `optimizer.clip = 0`, or leave `optimizer.in_backward` out",
+    ),
+    (
+        IN_BACKWARD,
+        when("several micro-batches in a step", |config| {
+            let training = &config.training;
+            training.accumulation > 1 || training.micro_batch_size.is_some_and(|rows| rows < training.batch)
+        }),
+        "all gradients would be in memory until the last micro-batch",
+        "use `training.accumulation = 1` and leave `training.micro_batch_size` out, or leave `optimizer.in_backward` out",
+    ),
+    (
+        IN_BACKWARD,
+        OFFLOAD,
+        "offloaded layers are updated when their slot is free",
+        "use `optimizer.place = \"host\"`, which updates offloaded layers during backward, and leave `optimizer.in_backward` out",
+    ),
+    (
+        IN_BACKWARD,
+        when("the loss scaler of `precision.compute = \"fp16\"`", FP16.is_set),
+        "weights are updated during backward, before it is known whether a gradient overflows",
+        "use `precision.compute = \"bf16\"`, or leave `optimizer.in_backward` out",
+    ),
+    (
+        IN_BACKWARD,
+        when("`loss.gradients_in_backward`", |config| config.loss.gradients_in_backward),
+        "the loss's own backward adds to a matrix that the embedding uses too, after which it would be updated twice",
+        "leave one of them out",
     ),
     (
         LEVEL,

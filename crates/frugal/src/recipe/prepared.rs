@@ -14,7 +14,7 @@ use tch::{Kind, Tensor};
 use training::Trainer;
 use training::activations::{Activations, LayerPlan, StepPredictor};
 use training::clip::NonFinite;
-use training::optimizer::{AdamW, DeviceOptimizer, Optimizer};
+use training::optimizer::{AdamW, DeviceOptimizer, Optimizer, OptimizerInBackward};
 use training::preference::{Preference, Switch};
 use training::scaler::GradScaler;
 use training::schedule::LrSchedule;
@@ -180,11 +180,15 @@ impl Prepared {
             }
             _ => {
                 let optimizer = DeviceOptimizer::boxed(own.rule.rule(), groups)?;
-                Box::new(match (own.master_weights.keeps_copies(), stochastic_rounding) {
+                let optimizer = match (own.master_weights.keeps_copies(), stochastic_rounding) {
                     (true, _) => optimizer.with_master_weights(),
                     (false, Some(seed)) => optimizer.with_stochastic_rounding(seed),
                     (false, None) => optimizer,
-                })
+                };
+                match own.in_backward {
+                    true => Box::new(OptimizerInBackward::new(optimizer)?),
+                    false => Box::new(optimizer),
+                }
             }
         };
         let options = TrainerConfig {
@@ -204,6 +208,7 @@ impl Prepared {
             },
             frozen,
             non_finite: match own.place {
+                _ if own.in_backward => NonFinite::Fail,
                 // Layers are updated within backward then, which would need memory for all gradients to skip a step.
                 OptimizerPlace::Host if own.clip == 0.0 && !over_ranks => NonFinite::Fail,
                 _ => NonFinite::Skip,

@@ -15,6 +15,7 @@ mod gsm8k_records;
 mod gsm8k_split;
 mod gsm8k_stop_texts;
 mod gsm8k_tokenize;
+mod in_backward;
 mod joint_projections;
 mod layers_over_ranks;
 mod mixtures;

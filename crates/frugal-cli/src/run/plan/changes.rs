@@ -168,6 +168,19 @@ impl Question<'_> {
             quantized.model.dtype = Some(Dtype::Nf4);
             add("--dtype nf4".to_owned(), quantized, Dtype::Nf4.kind().into(), self.data.clone());
         }
+        let is_on_device = config.optimizer.place == OptimizerPlace::Device;
+        if config.adapter.is_none() && is_on_device && config.optimizer.rule == OptimizerRule::AdamW {
+            let mut eight = config.clone();
+            eight.optimizer.rule = OptimizerRule::AdamW8bit;
+            add("--optimizer adamw8bit".to_owned(), eight, self.format, self.data.clone());
+        }
+        if config.adapter.is_none() && is_on_device && config.offload.is_none() && self.ranks.is_none() {
+            let mut fused = config.clone();
+            (fused.training.accumulation, fused.training.micro_batch_size) = (1, None);
+            (fused.optimizer.clip, fused.optimizer.in_backward) = (0.0, true);
+            let flags = "--fused-optimizer --accumulation 1 --clip 0";
+            add(flags.to_owned(), fused, self.format, self.data.clone());
+        }
         let is_clipped = config.training.accumulation > 1 || config.optimizer.clip > 0.0;
         if config.adapter.is_none() && is_clipped && matches!(config.optimizer.rule, OptimizerRule::AdamW) {
             // The gradients of all layers never exist together then.
