@@ -28,6 +28,7 @@ mod quantized_base;
 mod real_models;
 mod recipe;
 mod refused_allocations;
+mod rewards;
 mod rows;
 mod sequence_over_ranks;
 mod shared_keys_over_ranks;

@@ -13,13 +13,13 @@ use frugal::config::{Dtype, LossHeadKind};
 use frugal::models::hugging_face::{self, Folder};
 use frugal::models::module::{self, LanguageModel};
 use frugal::models::{DecoderConfig, Gpt2, Gpt2Config, Llama};
-use frugal::recipe::Prepared;
+use frugal::recipe::{Handles, Prepared};
 use frugal::runtime::random::Generator;
 use frugal::sharding::Mesh;
-use frugal::training::Batches;
 use frugal::training::masked_rows::{Grouping, Layout, MaskedBatches, MaskedRow};
 use frugal::training::observer::{Observer, StepRecord};
 use frugal::training::trainer::Overflow;
+use frugal::training::{Batches, Trainer};
 use frugal::{Config, Error, Recipe};
 use gguf::TensorType;
 use serde_json::json;
@@ -181,11 +181,24 @@ pub(crate) fn run_over(
     let first = data.next()?.unwrap();
     prepared.plan_activations(&first)?;
     let mut data = MaskedBatches::new(rows(), layout, Device::Cpu)?;
-    let (mut trainer, _handles) = prepared.trainer(STEPS)?;
-    trainer.options.overflow = overflow;
+    outcome(prepared, &mut data, |trainer, _| {
+        trainer.options.overflow = overflow;
+        Ok(())
+    })
+}
+
+/// Trains with what `set` changes.
+#[allow(clippy::result_large_err, reason = "a test's errors are few")]
+pub(crate) fn outcome(
+    prepared: Prepared,
+    data: &mut dyn Batches,
+    set: impl FnOnce(&mut Trainer, &Handles) -> Result<(), Error>,
+) -> Result<Outcome, Error> {
+    let (mut trainer, handles) = prepared.trainer(STEPS)?;
+    set(&mut trainer, &handles)?;
     let seen = Seen::default();
     trainer.observers.push(Box::new(seen.clone()));
-    trainer.run(&mut data, None)?;
+    trainer.run(data, None)?;
     trainer.observers.clear();
     let records = seen.0.lock().unwrap();
     let weights = module::tensors(trainer.model.as_ref());
