@@ -27,6 +27,7 @@
 //! again, and only count in the denominators.
 
 mod advantages;
+mod exchange;
 mod loss;
 mod prompts;
 mod rollouts;

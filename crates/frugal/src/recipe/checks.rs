@@ -165,10 +165,13 @@ fn stage_over_ranks(config: &Config, stage: ZeroStage, ranks: usize, device: Dev
             "use `optimizer.zero_stage = 2`, which divides gradients, and leave it out",
         );
     }
-    if config.objective.kind == ObjectiveKind::Grpo {
-        let why =
-            "ranks would have to sample and grade the answers of a step together, which is not implemented";
-        return refused("`objective.kind = \"grpo\"`", why, "train in one process");
+    if stage == ZeroStage::Three && config.objective.kind == ObjectiveKind::Grpo {
+        let why = "answers take different numbers of passes, and all ranks gather a layer in the same pass";
+        return refused(
+            "`objective.kind = \"grpo\"` with `optimizer.zero_stage = 3`",
+            why,
+            "use `optimizer.zero_stage = 2`",
+        );
     }
     if config.experts.is_some() {
         let why =
@@ -255,7 +258,7 @@ fn sequence_parallel(config: &Config, ranks: usize) -> Result<()> {
             remedy: "leave `loss.router_aux_loss` out, or let each rank take whole rows",
         });
     }
-    if config.objective.kind.is_preference() {
+    if config.objective.kind.is_preference() || config.objective.kind == ObjectiveKind::Grpo {
         return Err(Error::Conflict {
             first: format!("`objective.kind = \"{}\"`", config.objective.kind.name()),
             second: format!("`training.sequence_parallel_size = {parts}`"),

@@ -16,6 +16,8 @@ use crate::accumulation::MicroBatches;
 use crate::error::{Error, Result};
 use crate::evaluation::Evaluation;
 use crate::masked_rows::{Grouping, Item, Layout, MaskedRow, assemble};
+use crate::policy::exchange::{Answered, of_rank};
+use crate::ranks::Ranks;
 use crate::split_mix::split_mix;
 
 /// An answer to a prompt.
@@ -61,6 +63,7 @@ impl Policy {
         model: &dyn LanguageModel,
         prompts: &[Prompt],
         step: u64,
+        ranks: Option<&Ranks>,
     ) -> Result<MicroBatches> {
         let sampling = Sampling::Random {
             temperature: self.config.temperature,
@@ -68,13 +71,12 @@ impl Policy {
             top_p: 1.0,
             seed: split_mix(self.config.seed, step),
         };
-        let answers = self.generate(model, prompts, self.config.samples, sampling)?;
-        let rewards = self.graded(prompts, &answers, false)?;
+        let (answers, rewards) = self.answered(model, prompts, (self.config.samples, sampling), ranks)?;
         let figures = figures(&rewards, &answers, self.config.samples);
         let device =
             models::module::tensors(model).first().map_or(Device::Cpu, |named| named.tensor.device());
         let mut micro = self.lay_out(&rows(prompts, &answers, &self.config), &rewards, figures, device)?;
-        self.add_log_probabilities(model, &mut micro)?;
+        self.add_log_probabilities(model, &mut micro, ranks)?;
         Ok(micro)
     }
 
@@ -88,13 +90,14 @@ impl Policy {
         model: &dyn LanguageModel,
         prompts: &[Prompt],
         step: u64,
+        ranks: Option<&Ranks>,
     ) -> Result<Evaluation> {
         let start = Instant::now();
         if prompts.is_empty() {
             return Err(Error::config("evaluation", "the data has no prompt"));
         }
-        let answers = self.generate(model, prompts, 1, Sampling::Greedy)?;
-        let reward = mean(&self.graded(prompts, &answers, true)?);
+        let (_, rewards) = self.answered(model, prompts, (1, Sampling::Greedy), ranks)?;
+        let reward = mean(&rewards);
         Ok(Evaluation {
             step,
             loss: -reward,
@@ -104,6 +107,26 @@ impl Policy {
             reward: Some(reward),
             seconds: start.elapsed().as_secs_f64(),
         })
+    }
+
+    /// Answers each prompt so many times, and grades the answers; greedy ones are those of an evaluation. Ranks divide the prompts among
+    /// themselves, and each returns the whole: an answer is a function of its number among all.
+    fn answered(
+        &mut self,
+        model: &dyn LanguageModel,
+        prompts: &[Prompt],
+        (samples, sampling): (usize, Sampling),
+        ranks: Option<&Ranks>,
+    ) -> Result<(Vec<Generated>, Vec<f64>)> {
+        let is_evaluation = sampling == Sampling::Greedy;
+        let own = ranks.map_or(0..prompts.len(), |ranks| of_rank(prompts.len(), ranks.all()));
+        let first = own.start * samples;
+        let prompts_of_rank = &prompts[own];
+        let answers = self.generate(model, prompts_of_rank, (samples, first), sampling)?;
+        let rewards = self.graded(prompts_of_rank, &answers, is_evaluation)?;
+        let Some(ranks) = ranks else { return Ok((answers, rewards)) };
+        let own = Answered { answers, rewards, first };
+        own.exchanged(prompts.len() * samples, self.config.max_new_tokens, ranks.all())
     }
 
     /// Returns the rewards of answers, as many to each prompt.
@@ -130,12 +153,12 @@ impl Policy {
         Ok(rewards)
     }
 
-    /// Generates `samples` answers to each prompt, those of a prompt one after the other.
+    /// Generates `samples` answers to each prompt, those of a prompt one after the other. The first one is number `first` of the step.
     fn generate(
         &self,
         model: &dyn LanguageModel,
         prompts: &[Prompt],
-        samples: usize,
+        (samples, first): (usize, usize),
         sampling: Sampling,
     ) -> Result<Vec<Generated>> {
         let _range = range("generate");
@@ -150,7 +173,7 @@ impl Policy {
         let all: Vec<Vec<i64>> =
             prompts.iter().flat_map(|prompt| std::iter::repeat_n(prompt.tokens.to_vec(), samples)).collect();
         let mut answers = Vec::new();
-        for (chunk, first) in all.chunks(config.at_once).zip((0..).step_by(config.at_once)) {
+        for (chunk, first) in all.chunks(config.at_once).zip((first..).step_by(config.at_once)) {
             answers.extend(generator.generate_numbered(chunk, first, &mut ())?);
         }
         Ok(answers)
@@ -205,12 +228,21 @@ impl Policy {
         Ok(MicroBatches { batches, targets: tokens, tokens: all, padding, rollout: Some(rollout) })
     }
 
-    /// Adds the log-probabilities by the policy that has sampled and by the reference, if the loss needs them.
-    fn add_log_probabilities(&self, model: &dyn LanguageModel, micro: &mut MicroBatches) -> Result<()> {
+    /// Adds the log-probabilities by the policy that has sampled and by the reference, if the loss needs them; of ranks each to its own
+    /// micro-batches.
+    fn add_log_probabilities(
+        &self,
+        model: &dyn LanguageModel,
+        micro: &mut MicroBatches,
+        ranks: Option<&Ranks>,
+    ) -> Result<()> {
         let Some(rollout) = &mut micro.rollout else { return Ok(()) };
         let _no_grad = tch::no_grad_guard();
+        let takes = |number: usize| ranks.is_none_or(|ranks| ranks.takes(number));
+        let numbered = rollout.samples.iter_mut().zip(&micro.batches).enumerate();
+        let mut own: Vec<_> = numbered.filter(|(number, _)| takes(*number)).map(|(_, both)| both).collect();
         if self.config.updates > 1 {
-            for (samples, batch) in rollout.samples.iter_mut().zip(&micro.batches) {
+            for (samples, batch) in &mut own {
                 samples.old = Some(self.log_probabilities(model, batch)?);
             }
         }
@@ -223,7 +255,7 @@ impl Policy {
             return Err(Error::config("objective", reason));
         };
         let off = switch().map_err(runtime::Error::Other)?;
-        for (samples, batch) in rollout.samples.iter_mut().zip(&micro.batches) {
+        for (samples, batch) in &mut own {
             samples.reference = Some(self.log_probabilities(model, batch)?);
         }
         drop(off);

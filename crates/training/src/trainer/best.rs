@@ -75,10 +75,10 @@ impl Trainer {
 
     fn evaluated(&mut self, validation: &mut dyn Batches) -> Result<Evaluation> {
         let _precision = self.enter_precision();
-        if let Some(policy) = &mut self.policy {
-            return policy.evaluate(self.model.as_ref(), &validation.prompts()?, self.step);
-        }
         let (ranks, together) = (self.optimizer.ranks(), self.optimizer.passes_communicate());
+        if let Some(policy) = &mut self.policy {
+            return policy.evaluate(self.model.as_ref(), &validation.prompts()?, self.step, ranks.as_ref());
+        }
         if let Some(preference) = &self.preference {
             let turns = ranks.as_ref().map(|ranks| InTurns { ranks, together });
             return preference::evaluate(preference, self.model.as_ref(), validation, self.step, turns);

@@ -52,11 +52,15 @@ impl Trainer {
 
     /// Fetches the micro-batches of a step, or has the model answer its prompts; `None` at the end of the data.
     pub(super) fn fetched(&mut self, train: &mut dyn Batches) -> Result<Option<MicroBatches>> {
+        let ranks = self.optimizer.ranks();
         if let Some(policy) = &mut self.policy {
             let _precision = self.precision.clone().map(|policy| precision::enter(Some(policy)));
             return match policy.held().filter(|_| policy.is_between(self.step)) {
                 Some(held) => Ok(Some(held)),
-                None => policy.roll_out(self.model.as_ref(), &train.prompts()?, self.step).map(Some),
+                None => {
+                    let prompts = train.prompts()?;
+                    policy.roll_out(self.model.as_ref(), &prompts, self.step, ranks.as_ref()).map(Some)
+                }
             };
         }
         match (fetch(train, self.options.accumulation)?, self.options.rows) {
@@ -115,8 +119,9 @@ impl Trainer {
         for (number, batch) in micro.batches.iter().enumerate() {
             let owner = share.as_ref().map_or(Ok(Owner::Own), |share| share.begin(number))?;
             if owner != Owner::Own {
-                let rewards = if self.preference.is_some() { 2 } else { 0 };
-                let parts = 1 + i64::from(accuracy) + i64::from(coefficient > 0.0) + rewards;
+                let of_objective = if self.preference.is_some() || self.policy.is_some() { 2 } else { 0 };
+                let correct = accuracy && self.policy.is_none();
+                let parts = 1 + i64::from(correct) + i64::from(coefficient > 0.0) + of_objective;
                 sums.push(Tensor::f_zeros([parts], (Kind::Double, batch.tokens.device()))?);
             }
             if owner == Owner::Other {
