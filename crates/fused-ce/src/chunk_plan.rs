@@ -36,18 +36,21 @@ pub(crate) struct Planned {
     pub(crate) device: Device,
     /// Whether the gradient of the weight, and not that of a bias, is computed, of the whole vocabulary.
     pub(crate) trains_weight: bool,
+    /// Tiles of a chunk's logits beside the student's, with a teacher.
+    pub(crate) tiles: u64,
 }
 
 impl ChunkPlan {
     pub(crate) fn new(options: &LinearCrossEntropy, of: Planned, pass: &dyn LogitsPass) -> Result<Self> {
-        let Planned { sizes, kind, device, trains_weight } = of;
+        let Planned { sizes, kind, device, trains_weight, tiles } = of;
         let (compute, on_gpu) = (compute_kind(kind), device != Device::Cpu);
         let multiplies = processor::multiplies_into_fp32(kind) || gpu::is_chosen(device);
         let rounds = on_gpu || options.round_logits_gradient && multiplies;
         let gradient = if rounds { kind } else { compute };
         let logits = if on_gpu && options.round_logits { kind } else { compute };
         let chunk = options.chunk;
-        let row = row_bytes(sizes.widest, kind, logits, pass);
+        let further = tiles * sizes.widest.unsigned_abs() * compute.elt_size_in_bytes() as u64;
+        let row = row_bytes(sizes.widest, kind, logits, pass) + further;
         let most = match chunk.unwrap_or(Chunk::Budget(default_budget(device))) {
             Chunk::Tokens(tokens) => tokens,
             Chunk::Budget(_) if chunk.is_none() => {
@@ -55,7 +58,7 @@ impl ChunkPlan {
                 let chunk = i64::try_from(default_budget(device) / row).unwrap_or(i64::MAX).max(1);
                 let bytes = sizes.tokens.unsigned_abs().saturating_mul(row);
                 let one = one_chunk_bytes([sizes.columns, sizes.hidden], kind, device);
-                if trains_weight && bytes <= one { chunk.max(sizes.tokens) } else { chunk }
+                if trains_weight && tiles == 0 && bytes <= one { chunk.max(sizes.tokens) } else { chunk }
             }
             Chunk::Budget(budget) if budget < row => {
                 return Err(refused(format!(
@@ -109,7 +112,23 @@ pub fn default_budget(device: Device) -> u64 {
 /// Returns the tokens of the largest chunk with the default budget and logits that are not rounded, where there are more chunks than one
 /// ([`one_chunk_tokens`]).
 pub fn default_chunk_tokens(tokens: i64, vocabulary: i64, kind: Kind, device: Device) -> i64 {
+    chunk_tokens(tokens, row_bytes(vocabulary, kind, compute_kind(kind), pass_for(device)), device)
+}
+
+/// Returns [`default_chunk_tokens`] of a student with a teacher, for which there are as many further tiles of logits in the budget
+/// ([`taught_tiles`](crate::taught_tiles), 1 with a set of tokens).
+pub fn default_taught_chunk_tokens(
+    tokens: i64,
+    vocabulary: i64,
+    (kind, device): (Kind, Device),
+    tiles: u64,
+) -> i64 {
     let row = row_bytes(vocabulary, kind, compute_kind(kind), pass_for(device));
+    let further = tiles * vocabulary.unsigned_abs() * compute_kind(kind).elt_size_in_bytes() as u64;
+    chunk_tokens(tokens, row + further, device)
+}
+
+fn chunk_tokens(tokens: i64, row: u64, device: Device) -> i64 {
     let most = i64::try_from(default_budget(device) / row).unwrap_or(i64::MAX).max(1);
     let chunks = ((tokens + most - 1) / most).max(1);
     (tokens + chunks - 1) / chunks
@@ -177,7 +196,7 @@ mod tests {
             Sizes { tokens: 4096, hidden: 64, columns: 1000, vocabulary: 1000, first: 0, widest: 1000 };
         let budget =
             |bytes| LinearCrossEntropy { chunk: Some(Chunk::Budget(bytes)), ..LinearCrossEntropy::default() };
-        let planned = |kind, device| Planned { sizes, kind, device, trains_weight: true };
+        let planned = |kind, device| Planned { sizes, kind, device, trains_weight: true, tiles: 0 };
         let tokens = |kind, device, pass: &dyn LogitsPass| {
             ChunkPlan::new(&budget(1_000_000), planned(kind, device), pass).unwrap().tokens
         };
@@ -218,9 +237,13 @@ mod tests {
         };
         let tokens = |rows, kind, device, trains_weight, round_logits| {
             let options = LinearCrossEntropy { round_logits, ..LinearCrossEntropy::default() };
-            ChunkPlan::new(&options, Planned { sizes: sizes(rows), kind, device, trains_weight }, &Cpu)
-                .unwrap()
-                .tokens
+            ChunkPlan::new(
+                &options,
+                Planned { sizes: sizes(rows), kind, device, trains_weight, tiles: 0 },
+                &Cpu,
+            )
+            .unwrap()
+            .tokens
         };
         let (gpu, bf16) = (Device::Cuda(0), Kind::BFloat16);
         assert_eq!(tokens(4096, bf16, gpu, true, false), 4096);
@@ -230,7 +253,8 @@ mod tests {
         // The same by the pass that this machine has for a GPU.
         let most = one_chunk_tokens([128_256, 4096], bf16, gpu);
         for (rows, is_one) in [(most, true), (most + 1, false)] {
-            let planned = Planned { sizes: sizes(rows), kind: bf16, device: gpu, trains_weight: true };
+            let planned =
+                Planned { sizes: sizes(rows), kind: bf16, device: gpu, trains_weight: true, tiles: 0 };
             let plan = ChunkPlan::new(&LinearCrossEntropy::default(), planned, pass_for(gpu)).unwrap();
             assert_eq!(plan.is_one(rows), is_one, "{rows}");
         }

@@ -10,6 +10,7 @@ mod chunk;
 mod gradient_sums;
 mod row_outputs;
 mod second_pass;
+mod taught;
 
 use kernels::cross_entropy::{Coefficients, LogitsPass, Statistics, TileInputs};
 use kernels::gradients::scale_;
@@ -20,6 +21,8 @@ use tch::{Device, Kind, Tensor};
 
 use gradient_sums::GradientSums;
 use row_outputs::RowOutputs;
+pub use taught::tiles;
+pub(crate) use taught::{Source, Taught};
 
 use crate::chunk_plan::ChunkPlan;
 use crate::inputs::Sizes;
@@ -59,6 +62,8 @@ pub(crate) struct Fused {
     /// One element.
     pub(crate) denominator: Option<Tensor>,
     pub(crate) shard: Option<Arc<Shard>>,
+    /// A teacher, whose distributions are learned besides.
+    pub(crate) taught: Option<Taught>,
     pub(crate) targets_shape: Vec<i64>,
     pub(crate) hidden_shape: Vec<i64>,
     /// Which differentiable inputs are given.
@@ -128,10 +133,22 @@ impl Function for Fused {
             self.all_reduce(&mut row)?;
 
             let mass = self.mass(start, count, row.mass.as_ref())?;
-            row_outputs.store(start, &formula.losses(&row, &mass)?, &row)?;
+            let losses = formula.losses(&row, &mass)?;
+            let of_teacher = self.taught.as_ref().map(|taught| {
+                let of_chunk = self.of_teacher(taught, &tile, (start, count), sums.any())?;
+                Ok::<_, runtime::Error>((taught.options.label_weight, of_chunk))
+            });
+            let of_teacher = of_teacher.transpose()?;
+            match &of_teacher {
+                Some((weight, taught)) => {
+                    row_outputs.store_taught(start, (*weight, &losses), &taught.divergence, &row)?;
+                }
+                None => row_outputs.store(start, &losses, &row)?,
+            }
             // The tile becomes the gradient of the logits, which the gradients of the inputs are products with.
             if sums.any() {
                 let upstream = upstream.f_narrow(0, start, count)?;
+                let (upstream, of_teacher) = self.divided(upstream, of_teacher, &tile)?;
                 let terms = formula.coefficients(&row.maximum, &row.sum, &mass, &upstream, None)?;
                 let coefficients = Coefficients {
                     maximum: &row.maximum,
@@ -139,8 +156,8 @@ impl Function for Fused {
                     target: &terms.target,
                     constant: terms.constant.as_ref(),
                 };
-                let into = sums.tile_kind(plan);
-                let gradient = pass.gradient_as(&mut tile, inputs, coefficients, into)?;
+                let gradient =
+                    self.gradient_of(&mut tile, (inputs, coefficients), of_teacher, sums.tile_kind(plan))?;
                 sums.add(self, &operands, x, &gradient, start, count)?;
             }
         }
@@ -162,6 +179,10 @@ impl Function for Fused {
             }
         }
 
+        if in_forward {
+            // Its hidden states are not needed until backward.
+            self.taught = None;
+        }
         row_outputs.finish(self, ctx, factors.as_ref(), divisor.as_ref())
     }
 

@@ -1,6 +1,7 @@
 //! A loss head for models that computes the loss without all logits.
 
 use kernels::linear::linear;
+use models::distillation::{DistillationConfig, DistilledLoss, OutputProjection, Teacher};
 use models::module::{
     Context, IGNORE_INDEX, LogitTransform, LossHead, LossOutput, Module, ModuleMapper, Visitor, VisitorMut,
     map_modules,
@@ -115,6 +116,39 @@ impl LossHead for LinearCrossEntropyHead {
         };
         Ok(self.run(&loss, hidden_btd, labels_bt, context)?.loss)
     }
+
+    fn distilled_loss(
+        &self,
+        hidden_btd: &Tensor,
+        labels_bt: &Tensor,
+        (teacher, options): (&Teacher<'_>, &DistillationConfig),
+        context: &Context<'_>,
+    ) -> models::Result<DistilledLoss> {
+        let loss = LinearCrossEntropy {
+            predictions: context.accuracy,
+            // Differences of log-probabilities are smaller than what rounded logits err by.
+            round_logits: false,
+            ..self.loss.clone()
+        };
+        let inputs = self.inputs(hidden_btd, labels_bt, context);
+        let output = loss.run(&Inputs { teacher: Some((*teacher, *options)), ..inputs })?;
+        let part = |of: Option<Tensor>| of.ok_or_else(|| refused("a teacher's loss has no parts"));
+        Ok(DistilledLoss {
+            sum: output.loss,
+            divergence: part(output.divergence)?,
+            cross_entropy: part(output.label_loss)?,
+            correct: output.correct,
+        })
+    }
+
+    fn output_projection(&self) -> Option<OutputProjection<'_>> {
+        Some(OutputProjection {
+            weight: &self.weight,
+            bias: self.bias.as_ref(),
+            transform: LogitTransform { scale: self.loss.scale, softcap: self.loss.softcap },
+            token_rows: self.token_rows.as_ref(),
+        })
+    }
 }
 
 impl LinearCrossEntropyHead {
@@ -125,14 +159,23 @@ impl LinearCrossEntropyHead {
         labels_bt: &Tensor,
         context: &Context<'_>,
     ) -> Result<Output> {
+        loss.run(&self.inputs(hidden_btd, labels_bt, context))
+    }
+
+    fn inputs<'a>(
+        &'a self,
+        hidden_btd: &'a Tensor,
+        labels_bt: &'a Tensor,
+        context: &Context<'_>,
+    ) -> Inputs<'a> {
         let replaced = self.token_rows.as_ref();
-        loss.run(&Inputs {
+        Inputs {
             bias: self.bias.as_ref(),
             replaced_rows: replaced
                 .map(|replaced| ReplacedRows { classes: replaced.tokens(), rows: &replaced.rows }),
             labelled_tokens: context.labelled_tokens.map(|number| number.min(labels_bt.numel() as i64)),
             ..Inputs::new(hidden_btd, &self.weight, labels_bt)
-        })
+        }
     }
 }
 

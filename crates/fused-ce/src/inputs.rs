@@ -3,11 +3,13 @@
 use std::sync::Arc;
 
 use kernels::quantized::{is_quantized, matrix_shape};
+use models::distillation::{DistillationConfig, Teacher};
 use runtime::autograd::GradMode;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Result, device, dtype, refused, shape};
 use crate::options::{LinearCrossEntropy, Reduction};
+use crate::teacher;
 use crate::vocabulary_parallel::Shard;
 
 /// The targets of the prediction.
@@ -80,6 +82,8 @@ pub struct Inputs<'a> {
     /// The shard of the vocabulary that `weight`, `bias`, B and distributions hold. Target classes and class weights refer to
     /// the whole vocabulary.
     pub shard: Option<Arc<Shard>>,
+    /// A teacher: the loss of a token is then w·ℓ + (1 − w)·D of [`models::distillation`].
+    pub teacher: Option<(Teacher<'a>, DistillationConfig)>,
 }
 
 impl<'a> Inputs<'a> {
@@ -97,6 +101,7 @@ impl<'a> Inputs<'a> {
             denominator: None,
             labelled_tokens: None,
             shard: None,
+            teacher: None,
         }
     }
 }
@@ -177,6 +182,7 @@ pub(crate) fn check(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result
     }
     replaced_rows(inputs, hidden)?;
     targets(inputs, options, leading, columns)?;
+    teacher::check(inputs, options)?;
     if let Some(weights) = inputs.token_weights {
         if weights.size() != leading {
             return Err(shape("token_weights", weights, format!("{leading:?}, the shape of the targets")));
@@ -328,7 +334,7 @@ fn denominator_tensor<'a>(inputs: &Inputs<'a>) -> Option<&'a Tensor> {
     }
 }
 
-fn same(name: &str, tensor: &Tensor, kind: Kind, hidden: Device) -> Result<()> {
+pub(crate) fn same(name: &str, tensor: &Tensor, kind: Kind, hidden: Device) -> Result<()> {
     if tensor.kind() != kind {
         return Err(dtype(name, tensor.kind(), format!("{kind:?}")));
     }

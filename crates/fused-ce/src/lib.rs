@@ -32,6 +32,10 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! With a teacher ([`Inputs::teacher`]) the loss of a token is w·ℓ + (1 − w)·D, D the divergence of the student's distribution from the
+//! teacher's at a temperature ([`models::distillation`]). The teacher's logits are one product more for each chunk, of its hidden states `[n, h']`
+//! and W' `[v', h']`; D and its gradient are passes over both tiles.
+//!
 //! [`LinearCrossEntropy::install`] replaces the loss head of a model of `models`. Further inputs (bias, token and class weights, distributions as
 //! targets, an explicit denominator, a low-rank adapter, a vocabulary-parallel weight) are fields of [`Inputs`]; options and
 //! further outputs (log-sum-exp, predictions, entropy) are fields of [`LinearCrossEntropy`] and [`Output`].
@@ -84,11 +88,13 @@ mod inputs;
 mod linear_cross_entropy;
 mod options;
 mod rows;
+mod teacher;
 mod token_loss;
 pub mod vocabulary_parallel;
 
-pub use chunk_plan::{default_budget, default_chunk_tokens, one_chunk_tokens};
+pub use chunk_plan::{default_budget, default_chunk_tokens, default_taught_chunk_tokens, one_chunk_tokens};
 pub use error::{Error, Result};
+pub use function::tiles as taught_tiles;
 pub use head::LinearCrossEntropyHead;
 pub use inputs::{Adapter, Denominator, Inputs, ReplacedRows, Targets};
 pub use linear_cross_entropy::Output;

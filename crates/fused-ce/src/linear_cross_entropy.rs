@@ -9,10 +9,11 @@ use tch::{Device, Kind, Tensor};
 
 use crate::chunk_plan::{ChunkPlan, Planned};
 use crate::error::Result;
-use crate::function::{Differentiable, Fused, State};
+use crate::function::{Differentiable, Fused, State, Taught};
 use crate::inputs::{Adapter, Denominator, Inputs, Sizes, Targets, check, compute_kind};
 use crate::options::{LinearCrossEntropy, LogSumExp};
 use crate::rows::Rows;
+use crate::teacher::taught;
 
 /// The result of [`LinearCrossEntropy::run`]. Outputs that were not requested are `None`. Per-token outputs have the shape of
 /// the targets (`hidden` without its last dimension).
@@ -28,6 +29,10 @@ pub struct Output {
     pub correct: Option<Tensor>,
     /// The entropy of the softmax in nats per token; 0 for ignored tokens.
     pub entropy: Option<Tensor>,
+    /// The divergence from a teacher, reduced as the loss, without a graph.
+    pub divergence: Option<Tensor>,
+    /// The loss of the labels beside that of a teacher, reduced as the loss, without a graph.
+    pub label_loss: Option<Tensor>,
 }
 
 impl LinearCrossEntropy {
@@ -83,9 +88,11 @@ impl LinearCrossEntropy {
         // The gradient of a bias is summed from a tile in fp32, and the tile is then copied. Shards agree on their chunks.
         let trains_weight =
             trains(inputs.weight) && !inputs.bias.is_some_and(trains) && inputs.shard.is_none();
-        let planned = Planned { sizes, kind, device, trains_weight };
+        let taught = inputs.teacher.map(|teacher| taught(&teacher, sizes, compute_kind(kind))).transpose()?;
+        let planned =
+            Planned { sizes, kind, device, trains_weight, tiles: taught.as_ref().map_or(0, Taught::tiles) };
         let plan = ChunkPlan::new(self, planned, pass)?;
-        self.run_planned(inputs, sizes, plan, pass, rows)
+        self.run_planned(inputs, sizes, (plan, pass), rows, taught)
     }
 
     /// Applies the function with a plan, a pass and rows already chosen for the device.
@@ -93,9 +100,9 @@ impl LinearCrossEntropy {
         &self,
         inputs: &Inputs<'_>,
         sizes: Sizes,
-        plan: ChunkPlan,
-        pass: &'static dyn LogitsPass,
+        (plan, pass): (ChunkPlan, &'static dyn LogitsPass),
         rows: Rows,
+        taught: Option<Taught>,
     ) -> Result<Output> {
         let (kind, device) = (inputs.hidden.kind(), inputs.hidden.device());
         let low_rank = match inputs.adapter {
@@ -140,6 +147,7 @@ impl LinearCrossEntropy {
                 }
             },
             shard: inputs.shard.clone(),
+            taught,
             targets_shape,
             hidden_shape: inputs.hidden.size(),
             given: differentiable.map(|tensor| tensor.is_some()),
@@ -155,6 +163,8 @@ impl LinearCrossEntropy {
             predictions: next(self.predictions),
             correct: next(self.predictions),
             entropy: next(self.entropy),
+            divergence: next(inputs.teacher.is_some()),
+            label_loss: next(inputs.teacher.is_some()),
         })
     }
 }
@@ -172,7 +182,7 @@ mod tests {
     use crate::rows::unread_rows;
 
     fn planned(sizes: Sizes) -> Planned {
-        Planned { sizes, kind: Kind::Double, device: Device::Cpu, trains_weight: true }
+        Planned { sizes, kind: Kind::Double, device: Device::Cpu, trains_weight: true, tiles: 0 }
     }
 
     /// Ignored tokens may hold any values: hidden states, token weights and upstream gradients.
@@ -213,7 +223,7 @@ mod tests {
                         Some(labelled) => {
                             let rows = unread_rows(&targets, &options, labelled, 6, Kind::Double).unwrap();
                             let plan = ChunkPlan::new(&options, planned(sizes), &Reference).unwrap();
-                            options.run_planned(&inputs, sizes, plan, &Reference, rows).unwrap()
+                            options.run_planned(&inputs, sizes, (plan, &Reference), rows, None).unwrap()
                         }
                     };
                     let loss = output.loss.sum(Kind::Double).double_value(&[]);
@@ -293,7 +303,7 @@ mod tests {
                             let flat = targets.reshape([-1]);
                             let rows = unread_rows(&flat, &options, labelled, 5, Kind::Double).unwrap();
                             let plan = ChunkPlan::new(&options, planned(sizes), &Reference).unwrap();
-                            options.run_planned(&inputs, sizes, plan, &Reference, rows).unwrap()
+                            options.run_planned(&inputs, sizes, (plan, &Reference), rows, None).unwrap()
                         }
                     };
                     let mut total = match options.reduction {

@@ -34,6 +34,7 @@
 //! ```
 
 pub mod attention;
+pub mod distillation;
 pub mod generation;
 #[cfg(feature = "hub")]
 pub mod hub;

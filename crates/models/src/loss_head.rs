@@ -1,7 +1,9 @@
 //! The output projection with a cross-entropy over all of its logits.
 
+use runtime::ops::TryScalar;
 use tch::{Kind, Reduction, Tensor};
 
+use crate::distillation::{DistillationConfig, DistilledLoss, OutputProjection, Teacher};
 use crate::error::{Error, Result, wrong_shape};
 use crate::module::{
     Context, IGNORE_INDEX, LogitTransform, LossHead, LossOutput, Module, Projection, Visitor, VisitorMut,
@@ -94,6 +96,63 @@ impl LossHead for ProjectionHead {
         let losses =
             logits.f_cross_entropy_loss(&labels, None::<&Tensor>, Reduction::None, IGNORE_INDEX, 0.0)?;
         Ok(losses.f_reshape(labels_bt.size().as_slice())?)
+    }
+
+    fn distilled_loss(
+        &self,
+        hidden_btd: &Tensor,
+        labels_bt: &Tensor,
+        (teacher, options): (&Teacher<'_>, &DistillationConfig),
+        context: &Context<'_>,
+    ) -> Result<DistilledLoss> {
+        options.check()?;
+        let (logits, labels) = self.logits_and_labels(hidden_btd, labels_bt, context)?;
+        let losses =
+            logits.f_cross_entropy_loss(&labels, None::<&Tensor>, Reduction::None, IGNORE_INDEX, 0.0)?;
+        let divergences = match teacher {
+            Teacher::Hidden { hidden_btd, projection } => {
+                let _no_grad = tch::no_grad_guard();
+                let logits_of_teacher = projection.logits(&hidden_btd.f_flatten(0, 1)?)?;
+                drop(_no_grad);
+                options.divergences(&logits, &logits_of_teacher)?
+            }
+            Teacher::TopK { tokens_btk, log_probabilities_btk } => options.top_k_divergences(
+                &logits,
+                &tokens_btk.f_flatten(0, 1)?,
+                &log_probabilities_btk.f_flatten(0, 1)?,
+            )?,
+        };
+        let is_labelled = labels.try_ne(IGNORE_INDEX)?;
+        let of_labelled = divergences.f_where_self(&is_labelled, &divergences.f_zeros_like()?)?;
+        let [divergence, cross_entropy] = [of_labelled.f_sum(logits.kind())?, losses.f_sum(logits.kind())?];
+        let weight = options.label_weight;
+        let sum = cross_entropy.try_mul_scalar(weight)?.f_add(&divergence.try_mul_scalar(1.0 - weight)?)?;
+        let correct = context
+            .accuracy
+            .then(|| {
+                let _no_grad = tch::no_grad_guard();
+                logits.f_argmax(-1, false)?.f_eq_tensor(&labels)?.f_sum(Kind::Int64)
+            })
+            .transpose()?;
+        Ok(DistilledLoss {
+            sum,
+            divergence: divergence.f_detach()?,
+            cross_entropy: cross_entropy.f_detach()?,
+            correct,
+        })
+    }
+
+    fn output_projection(&self) -> Option<OutputProjection<'_>> {
+        let named = tensors(&*self.projection);
+        let find = |name: &str| named.iter().find(|own| own.name == name).map(|own| own.tensor);
+        let (weight, bias) = (find("weight")?, find("bias"));
+        let is_all = named.len() == 1 + usize::from(bias.is_some());
+        is_all.then_some(OutputProjection {
+            weight,
+            bias,
+            transform: self.transform,
+            token_rows: self.token_rows.as_ref(),
+        })
     }
 }
 

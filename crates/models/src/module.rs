@@ -56,6 +56,7 @@ pub use replace::{Replaceable, replace, try_replace};
 pub use visitor::{ModuleMapper, Role, Visitor, VisitorMut, map_modules};
 
 use crate::activation::Activation;
+use crate::distillation::{DistillationConfig, DistilledLoss, OutputProjection, Teacher};
 use crate::error::{Error, Result};
 use crate::key_value_cache::CacheShape;
 use crate::token_rows::TokenRows;
@@ -221,6 +222,25 @@ pub trait LossHead: Module {
         Err(Error::invalid("loss", "this loss head has no losses of single tokens"))
     }
 
+    /// Computes the loss of a student, summed over the labelled positions: see [`distillation`](crate::distillation).
+    ///
+    /// # Errors
+    /// As [`LossHead::loss`]; options outside their range; a head that cannot do that, the default.
+    fn distilled_loss(
+        &self,
+        _hidden_btd: &Tensor,
+        _labels_bt: &Tensor,
+        _teacher: (&Teacher<'_>, &DistillationConfig),
+        _context: &Context<'_>,
+    ) -> Result<DistilledLoss> {
+        Err(Error::invalid("loss", "this loss head does not learn from a teacher"))
+    }
+
+    /// Returns the output projection as tensors, if it is x·Wᵀ + b and nothing else; `None`, the default, for any other head.
+    fn output_projection(&self) -> Option<OutputProjection<'_>> {
+        None
+    }
+
     /// The operations after the output projection, for techniques that compute the same in another way.
     fn transform(&self) -> LogitTransform {
         LogitTransform::default()
@@ -364,5 +384,18 @@ pub trait LanguageModel: Module {
     /// As [`LanguageModel::hidden`] and [`LossHead::token_losses`].
     fn token_losses(&self, input: &Input<'_>, labels_bt: &Tensor) -> Result<Tensor> {
         self.head().token_losses(&self.hidden(input)?, labels_bt, &input.context)
+    }
+
+    /// Computes the loss of a student: see [`LossHead::distilled_loss`].
+    ///
+    /// # Errors
+    /// As [`LanguageModel::hidden`] and [`LossHead::distilled_loss`].
+    fn distilled_loss(
+        &self,
+        input: &Input<'_>,
+        labels_bt: &Tensor,
+        teacher: (&Teacher<'_>, &DistillationConfig),
+    ) -> Result<DistilledLoss> {
+        self.head().distilled_loss(&self.hidden(input)?, labels_bt, teacher, &input.context)
     }
 }

@@ -17,6 +17,8 @@ pub(super) struct RowOutputs {
     /// The class of the largest logit, in int64.
     predictions: Option<Tensor>,
     entropy: Option<Tensor>,
+    /// The divergence from a teacher, and the loss of the labels.
+    taught: Option<[Tensor; 2]>,
     /// Maximum and sum of each row; its mass too if the targets are distributions.
     statistics: [Option<Tensor>; 3],
 }
@@ -34,6 +36,13 @@ impl RowOutputs {
             log_sum_exp: per_row(options.log_sum_exp != LogSumExp::No, compute)?,
             predictions: per_row(options.predictions, Kind::Int64)?,
             entropy: per_row(options.entropy, compute)?,
+            taught: match &fused.taught {
+                Some(_) => {
+                    let part = || Tensor::f_empty([fused.rows.count], (compute, hidden.device()));
+                    Some([part()?, part()?])
+                }
+                None => None,
+            },
             statistics: [
                 per_row(saves_statistics, compute)?,
                 per_row(saves_statistics, compute)?,
@@ -64,13 +73,28 @@ impl RowOutputs {
         rows.best.as_ref().map_or(Ok(()), |best| store(&self.predictions, best))
     }
 
+    /// [`store`](Self::store) of a chunk with a teacher: the losses are these by this weight, and the divergences by what is left of 1.
+    pub(super) fn store_taught(
+        &self,
+        start: i64,
+        (weight, of_labels): (f64, &Tensor),
+        divergence: &Tensor,
+        rows: &Statistics,
+    ) -> Result<()> {
+        let mixed = of_labels.try_mul_scalar(weight)?.f_add(&divergence.try_mul_scalar(1.0 - weight)?)?;
+        for (output, value) in self.taught.iter().flatten().zip([divergence, of_labels]) {
+            output.f_narrow(0, start, value.size()[0])?.f_copy_(value)?;
+        }
+        self.store(start, &mixed, rows)
+    }
+
     /// Takes the statistics for backward: maximum, sum and mass.
     pub(super) fn take_statistics(&mut self) -> [Option<Tensor>; 3] {
         std::mem::take(&mut self.statistics)
     }
 
     /// Returns the function's outputs in this order: the reduced loss, then, if the options ask for them, the log-sum-exp, the predictions with
-    /// the number of correct ones, and the entropy. Of these the loss is differentiable, and the log-sum-exp unless it is a value alone.
+    /// the number of correct ones, the entropy, and with a teacher the divergence and the loss of the labels, reduced as the loss. Of these the loss is differentiable, and the log-sum-exp unless it is a value alone.
     ///
     /// `factors` `[n]` multiply the losses of the rows, and `divisor` divides their sum.
     pub(super) fn finish(
@@ -80,20 +104,23 @@ impl RowOutputs {
         factors: Option<&Tensor>,
         divisor: Option<&Tensor>,
     ) -> Result<Vec<Tensor>> {
-        let weighted = match factors {
-            // A NaN of an ignored token does not reach the loss.
-            Some(factors) => {
-                let zeros = self.losses.f_zeros_like()?;
-                self.losses.f_mul(factors)?.f_where_self(&factors.try_ne(0.0)?, &zeros)?
+        let reduced = |losses: Tensor| -> Result<Tensor> {
+            let weighted = match factors {
+                // A NaN of an ignored token does not reach the loss.
+                Some(factors) => {
+                    let zeros = losses.f_zeros_like()?;
+                    losses.f_mul(factors)?.f_where_self(&factors.try_ne(0.0)?, &zeros)?
+                }
+                None => losses,
+            };
+            match (fused.options.reduction, divisor) {
+                (Reduction::None, _) => fused.scatter(&weighted, 0.0),
+                (_, Some(divisor)) => Ok(weighted.f_sum(fused.plan.compute)?.f_div(divisor)?),
+                (_, None) => Ok(weighted.f_sum(fused.plan.compute)?),
             }
-            None => self.losses,
         };
-        let device = weighted.device();
-        let mut outputs = vec![match (fused.options.reduction, divisor) {
-            (Reduction::None, _) => fused.scatter(&weighted, 0.0)?,
-            (_, Some(divisor)) => weighted.f_sum(fused.plan.compute)?.f_div(divisor)?,
-            (_, None) => weighted.f_sum(fused.plan.compute)?,
-        }];
+        let device = self.losses.device();
+        let mut outputs = vec![reduced(self.losses)?];
         if let Some(values) = self.log_sum_exp {
             if fused.options.log_sum_exp == LogSumExp::Value {
                 ctx.mark_non_differentiable(outputs.len());
@@ -118,6 +145,10 @@ impl RowOutputs {
         if let Some(entropy) = self.entropy {
             ctx.mark_non_differentiable(outputs.len());
             outputs.push(fused.scatter(&entropy, 0.0)?);
+        }
+        for part in self.taught.into_iter().flatten() {
+            ctx.mark_non_differentiable(outputs.len());
+            outputs.push(reduced(part)?);
         }
         Ok(outputs)
     }

@@ -74,6 +74,12 @@ impl Fused {
             let mass = self.mass(start, count, saved_mass.as_ref().map(part).transpose()?.as_ref())?;
             let log_sum_exp_grad = log_sum_exp_grad.as_ref().map(part).transpose()?;
             let (maximum, sum, upstream) = (part(&maximum)?, part(&sum)?, part(&upstream)?);
+            let of_teacher = self.taught.as_ref().map(|taught| {
+                let _recompute = runtime::profile::recompute();
+                let of_chunk = self.of_teacher(taught, &tile, (start, count), true)?;
+                Ok::<_, runtime::Error>((taught.options.label_weight, of_chunk))
+            });
+            let (upstream, of_teacher) = self.divided(upstream, of_teacher.transpose()?, &tile)?;
             let terms = formula.coefficients(&maximum, &sum, &mass, &upstream, log_sum_exp_grad.as_ref())?;
             let coefficients = Coefficients {
                 maximum: &maximum,
@@ -88,7 +94,8 @@ impl Fused {
                 targets: self.as_targets(&targets),
                 class_weights: class_weights.as_ref(),
             };
-            let gradient = pass.gradient_as(&mut tile, inputs, coefficients, sums.tile_kind(self.plan))?;
+            let kind = sums.tile_kind(self.plan);
+            let gradient = self.gradient_of(&mut tile, (inputs, coefficients), of_teacher, kind)?;
             sums.add(self, &operands, x, &gradient, start, count)?;
         }
         drop(scratch);

@@ -41,7 +41,7 @@ impl Case {
         let sizes = check(&inputs, &self.options).unwrap();
         let plan = ChunkPlan { compute: Kind::Float, logits, gradient: Kind::BFloat16, tokens: 4 };
         let rows = Rows::new(&inputs, &self.options, sizes).unwrap();
-        let output = self.options.run_planned(&inputs, sizes, plan, &Reference, rows).unwrap();
+        let output = self.options.run_planned(&inputs, sizes, (plan, &Reference), rows, None).unwrap();
         let mut total = match self.options.reduction {
             Reduction::None => (&output.loss * &self.upstream).sum(Kind::Float),
             _ => &output.loss * 2.0,

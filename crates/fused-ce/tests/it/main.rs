@@ -16,6 +16,7 @@ mod precision_policy;
 mod quantized_weight;
 mod replaced_rows;
 mod semantics;
+mod teacher;
 mod threads;
 mod token_gradients;
 mod vocabulary_parallel;

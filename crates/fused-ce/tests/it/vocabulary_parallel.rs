@@ -136,7 +136,7 @@ pub(crate) fn run(case: &Case, whole: &Whole, slice: Option<(i64, i64, Shard)>) 
         shard: slice.map(|(_, _, shard)| Arc::new(shard)),
         ..Inputs::new(&leaves[0], &leaves[1], &whole.classes)
     };
-    let Output { loss, log_sum_exp, predictions, correct, entropy } = case.options.run(&inputs)?;
+    let Output { loss, log_sum_exp, predictions, correct, entropy, .. } = case.options.run(&inputs)?;
     let mut total = match case.options.reduction {
         Reduction::None => (&loss * &whole.upstream).sum(Kind::Double),
         _ => &loss * 1.5,

@@ -56,7 +56,7 @@ pub(crate) fn run(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result<O
         let sum = log_p.f_exp()?.f_mul(&log_p)?.f_sum_dim_intlist(1, false, None::<Kind>)?.f_neg()?;
         entropy = Some(per_token(sum, 0.0)?);
     }
-    Ok(Output { loss, log_sum_exp, predictions, correct, entropy })
+    Ok(Output { loss, log_sum_exp, predictions, correct, entropy, divergence: None, label_loss: None })
 }
 
 /// Returns the logits of rows of x `[n, h]`, in fp32 for low precision.
