@@ -19,6 +19,8 @@ pub struct Batch {
     pub padding: Vec<i64>,
     /// The sequences whose probabilities an objective compares; `None` for an objective of single tokens.
     pub sequences: Option<Sequences>,
+    /// A teacher's most probable tokens; `None` for another objective, or a teacher that is at hand.
+    pub taught: Option<TopK>,
     /// Counts, on the host.
     pub counts: Counts,
 }
@@ -38,6 +40,15 @@ pub struct Packing {
     pub starts: Vec<i32>,
     /// The length of the longest document.
     pub longest: i64,
+}
+
+/// The k most probable next tokens of each position, by a teacher. Positions without a label have zeros.
+#[derive(Debug)]
+pub struct TopK {
+    /// `[rows, length, k]`, int64, on the batch's device.
+    pub tokens: Tensor,
+    /// `[rows, length, k]`, fp32: their log-probabilities.
+    pub log_probabilities: Tensor,
 }
 
 /// Completions that an objective takes as wholes, such as the chosen and the rejected one of a pair.

@@ -318,6 +318,7 @@ impl HostBatch {
             packing,
             padding,
             sequences: None,
+            taught: None,
             counts: self.counts,
         })
     }

@@ -9,7 +9,7 @@
 //! backward. Each of m has the weight 1/m, so that its coefficient means the same for every m. (transformers' trainer adds those of all m,
 //! so its coefficient weighs m times as much.)
 
-use dataloading::{Batch, Counts, Packing, Sequences};
+use dataloading::{Batch, Counts, Packing, Sequences, TopK};
 use models::module::{Context, Input, LanguageModel};
 use models::{Documents, RouterBalance, module::LossOutput};
 use runtime::collectives::Group;
@@ -128,6 +128,12 @@ fn parts(batch: &Batch, rows: i64) -> Result<Vec<Batch>> {
             packing,
             padding,
             sequences: None,
+            taught: match &batch.taught {
+                None => None,
+                Some(TopK { tokens, log_probabilities }) => {
+                    Some(TopK { tokens: rows(tokens)?, log_probabilities: rows(log_probabilities)? })
+                }
+            },
             counts,
         })
     };

@@ -108,6 +108,7 @@ impl Batches for Synthetic {
             packing: None,
             padding,
             sequences: None,
+            taught: None,
             counts,
         }))
     }

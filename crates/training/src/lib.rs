@@ -36,6 +36,7 @@ pub mod activations;
 pub mod batches;
 pub mod checkpoint;
 pub mod clip;
+pub mod distillation;
 pub mod divergence;
 pub mod error;
 pub mod evaluation;

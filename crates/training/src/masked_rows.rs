@@ -23,12 +23,13 @@
 
 mod batch;
 mod byte_store;
+mod greatest;
 mod grouping;
 mod mismatched;
 mod row_store;
+mod top_k;
 
 use std::cmp::Reverse;
-use std::collections::BinaryHeap;
 use std::sync::Arc;
 
 use dataloading::fingerprint::Fingerprint;
@@ -42,8 +43,10 @@ use crate::batches::Batches;
 use crate::error::{Error, Result};
 
 pub(crate) use batch::{Item, assemble};
+use greatest::Greatest;
 pub use grouping::Grouping;
 pub use row_store::{IN_MEMORY, MaskedRows, MaskedRowsWriter, RowSize};
+pub use top_k::{TopKFile, TopKHeader, TopKWriter};
 
 /// A tokenized row with its labels. Both lists have the same length.
 #[derive(Debug, Clone, PartialEq)]
@@ -132,6 +135,8 @@ pub struct MaskedBatches {
     rows: MaskedRows,
     /// The log-probabilities of rows by a reference model ([`MaskedBatches::with_reference`]).
     reference: Option<Arc<[f32]>>,
+    /// A teacher's most probable tokens at the labels of rows ([`MaskedBatches::with_top_k`]).
+    top_k: Option<Arc<TopKFile>>,
     /// Which groups of rows share one row of a batch; `None` if each row has its own.
     together: Option<Arc<Assignment>>,
     layout: Layout,
@@ -213,6 +218,7 @@ impl MaskedBatches {
         Ok(Self {
             rows,
             reference: None,
+            top_k: None,
             together,
             layout,
             device,
@@ -252,6 +258,11 @@ impl MaskedBatches {
             return Err(refuse(format!("{given} log-probabilities of a reference model for {rows} rows")));
         }
         Ok(Self { reference: Some(log_probabilities), ..self })
+    }
+
+    /// Returns the positions of the longest row, also where rows are packed.
+    pub fn longest(&self) -> usize {
+        self.longest.saturating_sub(1)
     }
 
     /// Returns the number of examples of an epoch: rows, or pairs.
@@ -416,29 +427,6 @@ fn of_layout(content: Fingerprint, layout: &Layout) -> u64 {
         Grouping::Rated => Some(3),
     };
     numbers.into_iter().chain(pairs).fold(content, Fingerprint::number).finish()
-}
-
-/// The greatest few of many values.
-struct Greatest<T> {
-    count: usize,
-    values: BinaryHeap<Reverse<T>>,
-}
-
-impl<T: Ord> Greatest<T> {
-    fn new(count: usize) -> Self {
-        Self { count, values: BinaryHeap::new() }
-    }
-
-    fn add(&mut self, value: T) {
-        self.values.push(Reverse(value));
-        if self.values.len() > self.count {
-            self.values.pop();
-        }
-    }
-
-    fn falling(self) -> Vec<T> {
-        self.values.into_sorted_vec().into_iter().map(|Reverse(value)| value).collect()
-    }
 }
 
 /// Decides which groups of rows share a packed row.

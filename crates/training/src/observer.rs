@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use serde::Serialize;
 
+use crate::distillation::DistillationFigures;
 use crate::error::Result;
 use crate::evaluation::Evaluation;
 use crate::policy::RolloutFigures;
@@ -50,6 +51,8 @@ pub struct StepRecord {
     pub rewards: Option<[f64; 2]>,
     /// The rewards of answers, and how far the policy has moved, for an objective over rewards.
     pub policy: Option<PolicyRecord>,
+    /// The divergence from a teacher and the loss of the labels, of which [`StepRecord::loss`] is made, where there is one.
+    pub distilled: Option<DistillationFigures>,
     /// z₀ of an objective over rated answers, in nats: an estimate of the divergence from the reference.
     pub reference_point: Option<f64>,
     /// The load-balancing loss without its coefficient, which [`StepRecord::loss`] does not contain; the mean over micro-batches.

@@ -39,6 +39,7 @@ use tch::{Device, Kind, Tensor};
 use crate::accumulation::MicroBatches;
 use crate::batches::Batches;
 use crate::checkpoint::Checkpoints;
+use crate::distillation::Distillation;
 use crate::divergence::DivergenceMonitor;
 use crate::error::Result;
 use crate::observer::{Observer, StepRecord, Timings};
@@ -113,6 +114,8 @@ pub struct Trainer {
     pub best: Option<Box<dyn BestWeights>>,
     /// What is learned from pairs of completions; `None` to learn each next token.
     pub preference: Option<Preference>,
+    /// A teacher that is learned from beside each next token; `None` without.
+    pub distillation: Option<Distillation>,
     /// What is learned from rewards of the model's own answers; the data are then a source of prompts.
     pub policy: Option<Policy>,
     /// Activation plans to change to when memory is short.
@@ -162,6 +165,7 @@ impl Trainer {
             observers: Vec::new(),
             best: None,
             preference: None,
+            distillation: None,
             policy: None,
             cheaper_plans: None,
             not_captured: None,
@@ -356,6 +360,7 @@ impl Trainer {
             accuracy,
             rewards: None,
             policy: None,
+            distilled: None,
             reference_point: None,
             router_aux_loss: None,
             learning_rate,

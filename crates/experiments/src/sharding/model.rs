@@ -152,6 +152,7 @@ impl Batches for HashedBatches {
             packing: None,
             padding: Vec::new(),
             sequences: None,
+            taught: None,
             counts,
         }))
     }

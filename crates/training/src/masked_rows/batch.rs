@@ -1,8 +1,9 @@
 //! From rows to the tensors of a batch.
 
-use dataloading::{Batch, Counts, IGNORE_INDEX, Packing, Ratings, Sequences};
+use dataloading::{Batch, Counts, IGNORE_INDEX, Packing, Ratings, Sequences, TopK};
 use models::Documents;
-use tch::{Device, Tensor};
+use runtime::ops::TryScalar;
+use tch::{Device, Kind, Tensor};
 
 use super::mismatched::Mismatched;
 use super::{Grouping, Layout, MaskedBatches, MaskedRow, positions};
@@ -17,12 +18,14 @@ pub(crate) struct Item {
     pub(crate) is_chosen: bool,
     /// Its log-probability by a reference model.
     pub(crate) reference: Option<f32>,
+    /// A teacher's tokens and the bits of their log-probabilities in fp16, k for each labelled position.
+    pub(crate) taught: Option<(Vec<u32>, Vec<u16>)>,
 }
 
 impl Item {
     /// A row for itself.
     pub(crate) fn of(row: MaskedRow) -> Self {
-        Self { row, learns_prompt: false, is_chosen: false, reference: None }
+        Self { row, learns_prompt: false, is_chosen: false, reference: None, taught: None }
     }
 }
 
@@ -43,6 +46,11 @@ impl MaskedBatches {
                     learns_prompt: grouping.learns_prompt(number),
                     is_chosen: grouping.is_chosen(number),
                     reference: known.map(|known| known[number * grouping.references()]),
+                    taught: self
+                        .top_k
+                        .as_ref()
+                        .map(|file| file.row(number, self.rows.size(number)?.learned))
+                        .transpose()?,
                 });
             }
             match self.is_packed() {
@@ -51,7 +59,12 @@ impl MaskedBatches {
             }
         }
         let weights: Vec<f32> = rows.iter().flatten().map(|item| item.row.weight).collect();
+        let mut taught =
+            self.top_k.as_ref().map(|file| TopKOfBatch::new(file.header().k, rows.iter().flatten()));
         let mut batch = assemble(rows, &self.layout, self.device)?;
+        if let Some(taught) = taught.take() {
+            batch.taught = Some(taught.finish(&batch.labels)?);
+        }
         if let (Grouping::Rated, Some(sequences)) = (grouping, &mut batch.sequences) {
             sequences.ratings = Some(Ratings {
                 signs: Tensor::f_from_slice(&weights)?.f_sign()?.f_to_device(self.device)?,
@@ -72,7 +85,7 @@ pub(crate) fn assemble(rows: Vec<Vec<Item>>, layout: &Layout, device: Device) ->
     let (mut padding, mut sequences) = (Vec::new(), SequencesOfBatch::default());
     for items in rows {
         let mut documents = Vec::new();
-        for Item { row, learns_prompt, is_chosen, reference } in items {
+        for Item { row, learns_prompt, is_chosen, reference, .. } in items {
             let inputs = positions(&row);
             tokens.extend_from_slice(&row.tokens[..inputs]);
             places.extend(0..inputs as i64);
@@ -124,7 +137,8 @@ pub(crate) fn assemble(rows: Vec<Vec<Item>>, layout: &Layout, device: Device) ->
         Grouping::Rows => None,
         Grouping::Pairs { .. } | Grouping::Rated => Some(sequences.finish(shape, device)?),
     };
-    Ok(Batch { tokens: tensor(&tokens)?, labels: tensor(&labels)?, packing, padding, sequences, counts })
+    let [tokens, labels] = [tensor(&tokens)?, tensor(&labels)?];
+    Ok(Batch { tokens, labels, packing, padding, sequences, taught: None, counts })
 }
 
 /// [`Sequences`] on the host.
@@ -161,5 +175,39 @@ impl SequencesOfBatch {
             chosen_targets: self.chosen_targets,
             ratings: None,
         })
+    }
+}
+
+/// [`TopK`] on the host: of the labelled positions of a batch, in the order of its rows.
+struct TopKOfBatch {
+    k: usize,
+    tokens: Vec<i64>,
+    bits: Vec<i16>,
+}
+
+impl TopKOfBatch {
+    fn new<'a>(k: usize, items: impl Iterator<Item = &'a Item>) -> Self {
+        let (mut tokens, mut bits) = (Vec::new(), Vec::new());
+        for (own, values) in items.filter_map(|item| item.taught.as_ref()) {
+            tokens.extend(own.iter().map(|token| i64::from(*token)));
+            bits.extend(values.iter().map(|value| value.cast_signed()));
+        }
+        Self { k, tokens, bits }
+    }
+
+    /// Puts them at the labelled positions of `labels` `[rows, length]`.
+    fn finish(self, labels: &Tensor) -> Result<TopK> {
+        let Self { k, tokens, bits } = self;
+        let (device, size) = (labels.device(), labels.size());
+        let labels = labels.f_to_device(Device::Cpu)?.f_reshape([-1])?;
+        let positions = labels.try_ne(IGNORE_INDEX)?.f_nonzero()?.f_squeeze_dim(1)?;
+        let shape = [-1, k as i64];
+        let all = |values: Tensor| -> Result<Tensor> {
+            let zeros = Tensor::f_zeros([labels.size()[0], k as i64], (values.kind(), Device::Cpu))?;
+            let all = zeros.f_index_copy(0, &positions, &values.f_reshape(shape)?)?;
+            Ok(all.f_reshape([size[0], size[1], k as i64])?.f_to_device(device)?)
+        };
+        let values = Tensor::f_from_slice(&bits)?.f_view_dtype(Kind::Half)?.f_to_kind(Kind::Float)?;
+        Ok(TopK { tokens: all(Tensor::f_from_slice(&tokens)?)?, log_probabilities: all(values)? })
     }
 }

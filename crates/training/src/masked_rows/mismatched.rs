@@ -36,7 +36,7 @@ impl<'a> Mismatched<'a> {
         labels.truncate(self.batches.longest);
         let reference = self.reference.map(|known| known[2 * number + 1]);
         let row = MaskedRow::new(tokens, labels);
-        self.items.push(Item { row, learns_prompt: false, is_chosen: false, reference });
+        self.items.push(Item { row, learns_prompt: false, is_chosen: false, reference, taught: None });
         Ok(())
     }
 

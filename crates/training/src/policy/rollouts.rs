@@ -105,6 +105,7 @@ impl Policy {
             accuracy: reward,
             targets: prompts.len() as u64,
             reward: Some(reward),
+            distilled: None,
             seconds: start.elapsed().as_secs_f64(),
         })
     }

@@ -94,6 +94,7 @@ pub fn evaluate(
         accuracy: values[1] / examples as f64,
         targets: examples as u64,
         reward: None,
+        distilled: None,
         seconds: start.elapsed().as_secs_f64(),
     })
 }

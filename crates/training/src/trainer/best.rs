@@ -83,7 +83,8 @@ impl Trainer {
             let turns = ranks.as_ref().map(|ranks| InTurns { ranks, together });
             return preference::evaluate(preference, self.model.as_ref(), validation, self.step, turns);
         }
-        evaluate_over(self.model.as_ref(), validation, self.step, ranks.as_ref(), together)
+        let with = (together, self.distillation.as_ref());
+        evaluate_over(self.model.as_ref(), validation, self.step, ranks.as_ref(), with)
     }
 
     /// Takes an evaluation into account. That of the untrained model is not a candidate.

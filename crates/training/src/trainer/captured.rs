@@ -403,6 +403,7 @@ fn static_batch(batch: &Batch) -> Result<Batch> {
         packing: packing.transpose()?,
         padding: Vec::new(),
         sequences: None,
+        taught: None,
         counts,
     })
 }

@@ -4,6 +4,7 @@ use tch::Tensor;
 
 use super::Trainer;
 use crate::clip::{Findings, NonFinite};
+use crate::distillation::DistillationFigures;
 use crate::error::Result;
 use crate::observer::{PolicyRecord, StepRecord};
 use crate::policy::RolloutFigures;
@@ -17,7 +18,7 @@ pub(super) struct Pending {
     /// Of an objective over rewards, the figures of its answers, and their tokens.
     pub(super) rollout: Option<(RolloutFigures, usize)>,
     /// Fp64: the summed loss; the number of correct predictions, if requested; the load-balancing loss, if there is one; the rewards of an
-    /// objective over sequences, and its z₀ if it has one; the figures of an objective over rewards; the device's decision ([`Figures`]), if it decided.
+    /// objective over sequences, and its z₀ if it has one; the divergence from a teacher and the loss of the labels, if there is one; the figures of an objective over rewards; the device's decision ([`Figures`]), if it decided.
     pub(super) sums: Tensor,
     /// How many of them are sums.
     pub(super) parts: usize,
@@ -71,6 +72,14 @@ impl Trainer {
                 .zip(rewards[1])
                 .map(|(chosen, rejected)| [chosen / rewarded[0] as f64, rejected / rewarded[1] as f64]);
             record.reference_point = next(is_rated);
+            let is_distilled = self.distillation.is_some();
+            record.distilled =
+                next(is_distilled).zip(next(is_distilled)).map(|(divergence, cross_entropy)| {
+                    DistillationFigures {
+                        divergence: divergence / denominator,
+                        cross_entropy: cross_entropy / denominator,
+                    }
+                });
             record.policy = rollout.and_then(|(rollout, tokens)| {
                 let of_tokens = |sum: f64| sum / tokens.max(1) as f64;
                 let (divergence, clipped) = (of_tokens(next(true)?), of_tokens(next(true)?));

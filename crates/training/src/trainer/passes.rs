@@ -12,7 +12,8 @@ use super::ranks::{Owner, Share};
 use super::{Timings, Trainer, timed};
 use crate::accumulation::{MicroBatches, balance_of, fetch, forward_over};
 use crate::batches::Batches;
-use crate::error::Result;
+use crate::distillation;
+use crate::error::{Error, Result};
 use crate::policy::PolicySums;
 use crate::preference::{self, Preference};
 
@@ -24,6 +25,8 @@ pub(super) struct Passed {
     pub(super) rewards: Option<Tensor>,
     /// [`PolicySums::figures`](crate::policy::PolicySums::figures).
     pub(super) policy: Option<Tensor>,
+    /// The divergence from a teacher, and the loss of the labels `[2]`.
+    pub(super) distilled: Option<Tensor>,
 }
 
 impl Trainer {
@@ -38,16 +41,26 @@ impl Trainer {
         if let (Some(policy), Some(rollout)) = (&self.policy, &step.rollout) {
             let PolicySums { loss: sum, figures } = policy.forward(model, batch, &rollout.samples[number])?;
             let output = LossOutput { sum, correct: None };
-            return Ok(Passed { output, rewards: None, policy: Some(figures) });
+            return Ok(Passed { output, rewards: None, policy: Some(figures), distilled: None });
+        }
+        if let Some(distillation) = &self.distillation {
+            if sequence.is_some() {
+                let reason = "ranks divide a row, and a teacher reads whole ones";
+                return Err(Error::config("distillation", reason));
+            }
+            let loss = distillation.forward(model, batch, (true, self.options.accuracy), balance)?;
+            let distilled = Some(distillation::parts(&loss)?);
+            let output = LossOutput { sum: loss.sum, correct: loss.correct };
+            return Ok(Passed { output, rewards: None, policy: None, distilled });
         }
         let Some(preference) = &self.preference else {
             let output = forward_over(model, batch, (true, self.options.accuracy), (balance, sequence))?;
-            return Ok(Passed { output, rewards: None, policy: None });
+            return Ok(Passed { output, rewards: None, policy: None, distilled: None });
         };
         let sums = preference.forward(model, batch, reference_point)?;
         let sum = sums.total(&preference.objective, step)?;
         let output = LossOutput { sum, correct: Some(sums.correct) };
-        Ok(Passed { output, rewards: Some(sums.rewards), policy: None })
+        Ok(Passed { output, rewards: Some(sums.rewards), policy: None, distilled: None })
     }
 
     /// Fetches the micro-batches of a step, or has the model answer its prompts; `None` at the end of the data.
@@ -119,9 +132,10 @@ impl Trainer {
         for (number, batch) in micro.batches.iter().enumerate() {
             let owner = share.as_ref().map_or(Ok(Owner::Own), |share| share.begin(number))?;
             if owner != Owner::Own {
-                let of_objective = if self.preference.is_some() || self.policy.is_some() { 2 } else { 0 };
+                let further = [self.preference.is_some(), self.policy.is_some(), self.distillation.is_some()];
+                let further = if further.contains(&true) { 2 } else { 0 };
                 let correct = accuracy && self.policy.is_none();
-                let parts = 1 + i64::from(correct) + i64::from(coefficient > 0.0) + of_objective;
+                let parts = 1 + i64::from(correct) + i64::from(coefficient > 0.0) + further;
                 sums.push(Tensor::f_zeros([parts], (Kind::Double, batch.tokens.device()))?);
             }
             if owner == Owner::Other {
@@ -133,10 +147,11 @@ impl Trainer {
             }
             self.optimizer.set_idle(owner == Owner::Idle);
             let balance = (coefficient > 0.0).then(|| balance_of(batch)).transpose()?;
-            let Passed { output, rewards, policy } = timed("forward", &mut timings.forward, || {
-                let sequence = share.as_ref().and_then(Share::sequence);
-                self.forward((number, micro), (balance.as_ref(), sequence), point.as_ref())
-            })?;
+            let Passed { output, rewards, policy, distilled } =
+                timed("forward", &mut timings.forward, || {
+                    let sequence = share.as_ref().and_then(Share::sequence);
+                    self.forward((number, micro), (balance.as_ref(), sequence), point.as_ref())
+                })?;
             let aux = timed("backward", &mut timings.backward, || {
                 let mut mean = output.sum.f_div(&denominator.f_to_kind(output.sum.kind())?)?;
                 let mut aux = None;
@@ -153,7 +168,8 @@ impl Trainer {
                     .chain(&output.correct)
                     .chain(&aux)
                     .chain(&rewards)
-                    .chain(&policy);
+                    .chain(&policy)
+                    .chain(&distilled);
                 let parts = parts.map(|t| t.f_detach()?.f_to_kind(Kind::Double)?.f_reshape([-1]));
                 sums.push(Tensor::f_cat(&parts.collect::<Result<Vec<_>, _>>()?, 0)?);
             }

@@ -95,6 +95,7 @@ impl Batches for Packed {
             }),
             padding: Vec::new(),
             sequences: None,
+            taught: None,
             counts,
         }))
     }

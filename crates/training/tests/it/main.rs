@@ -7,6 +7,7 @@ mod captured_memory;
 mod checkpoints;
 mod diagnose;
 mod diagnose_cuda;
+mod distillation;
 mod failing_observers;
 mod fixtures_gpt2_like;
 mod fixtures_optimizers;

@@ -204,6 +204,7 @@ fn unequal_micro_batches_give_the_gradients_of_the_whole_batch() {
             packing: None,
             padding: Vec::new(),
             sequences: None,
+            taught: None,
             counts: whole.counts,
         };
         let loss = forward(&model, &part, true, false).unwrap().sum / targets;

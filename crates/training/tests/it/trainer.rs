@@ -200,6 +200,7 @@ fn a_step_of_unequal_micro_batches_equals_the_whole_batch() {
             packing: None,
             padding: Vec::new(),
             sequences: None,
+            taught: None,
             counts: Counts { targets, ..Counts::default() },
         }
     };

@@ -61,7 +61,15 @@ impl Captured {
         let counts = Counts { targets, tokens: self.tokens.numel(), ..Counts::default() };
         let (tokens, labels) = (self.tokens.shallow_clone(), self.labels.shallow_clone());
         self.stepped.step(
-            Batch { tokens, labels, packing: None, padding: Vec::new(), sequences: None, counts },
+            Batch {
+                tokens,
+                labels,
+                packing: None,
+                padding: Vec::new(),
+                sequences: None,
+                taught: None,
+                counts,
+            },
             Value::Null,
         )
     }
