@@ -47,6 +47,7 @@ mod evaluate;
 mod name;
 mod ranks;
 mod search;
+mod teacher;
 
 use crate::Decoder;
 use crate::activation_plan::LayerPlan;
@@ -58,6 +59,7 @@ use crate::offload::{Footprint, OptimizerPlace, Rates};
 pub use captured::CapturedMemory;
 pub use ranks::{Ranks, Traffic};
 pub use search::{Allowed, Layers, OffloadedLayers, SearchResult};
+pub use teacher::Teacher;
 
 #[cfg(doc)]
 use crate::offload::{simulate, sizes};
@@ -105,6 +107,8 @@ pub struct Job {
     /// Forward passes over each batch beside that which is learned from, such as a reference model's of the same weights without the
     /// adapters.
     pub further_passes: u32,
+    /// A second model, whose distributions are learned.
+    pub teacher: Option<Teacher>,
 }
 
 impl Job {
@@ -127,6 +131,7 @@ impl Job {
             on_cpu: false,
             ranks: None,
             further_passes: 0,
+            teacher: None,
         }
     }
 }

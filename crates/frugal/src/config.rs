@@ -71,7 +71,7 @@ pub use master_weights::MasterWeights;
 pub use method::Method;
 pub use nearest::nearest_name;
 pub use new_tokens::{DescribedToken, NewToken, NewTokenInit};
-pub use objective::{ObjectiveConfig, ObjectiveKind, ReferenceKind};
+pub use objective::{DivergenceKind, ObjectiveConfig, ObjectiveKind, ReferenceKind, TeacherPlace};
 pub use optimizer::{FrozenPlace, OptimizerConfig, OptimizerPlace, OptimizerRule, ReductionOrder};
 pub use rollout::{RewardSource, RolloutConfig};
 pub use techniques::{

@@ -42,6 +42,16 @@ pub enum Error {
         /// A combination that works.
         remedy: &'static str,
     },
+    /// A teacher whose student cannot learn from it.
+    #[error("{teacher} cannot teach {student}: {reason}")]
+    Teacher {
+        /// The student's name.
+        student: String,
+        /// The teacher's name.
+        teacher: String,
+        /// What does not fit.
+        reason: String,
+    },
     /// A budget that the process is beyond before its work begins.
     #[error(
         "a budget of {budget} is below the {least} that the program itself needs; give a larger --budget"

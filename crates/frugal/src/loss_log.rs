@@ -41,6 +41,10 @@ pub fn of_step(record: &StepRecord) -> Value {
             step[key] = json!(value);
         }
     }
+    if let Some(own) = record.distilled {
+        (step["teacher_divergence"], step["cross_entropy"]) =
+            (json!(own.divergence), json!(own.cross_entropy));
+    }
     if let Some(point) = record.reference_point {
         step["reference_point"] = json!(point);
     }
@@ -57,6 +61,10 @@ pub fn of_evaluation(evaluation: &Evaluation) -> Value {
         json!({ "step": step, "validation_loss": loss, "validation_accuracy": accuracy, "seconds": seconds });
     if let Some(reward) = evaluation.reward {
         line["validation_reward"] = json!(reward);
+    }
+    if let Some(own) = evaluation.distilled {
+        line["validation_teacher_divergence"] = json!(own.divergence);
+        line["validation_cross_entropy"] = json!(own.cross_entropy);
     }
     line
 }

@@ -15,11 +15,12 @@ mod master_weights;
 mod over_ranks;
 mod peak_usage;
 mod rates;
+mod teacher;
 mod weight_format;
 
 pub use budget::{Budget, FREE_SHARE, LEAST_RESERVE, RESERVE, default_budget, enforce};
 pub use captured::{capture_refusal, captured_memory, captured_text};
-pub use data_shape::DataShape;
+pub use data_shape::{DataShape, TeacherShape};
 pub use job::{NotPredicted, allowed, job, loss_chunk, with_choice};
 pub use known_rates::KnownRates;
 pub use low_rank::low_rank;

@@ -45,6 +45,7 @@ mod new_rows;
 mod options;
 mod pairs;
 mod prepared;
+mod teacher;
 
 use std::sync::Arc;
 
@@ -67,6 +68,8 @@ use training::scaler::{GradScaler, NoScaler};
 pub(crate) use checks::stages;
 pub use new_rows::{NewRow, NewRows};
 pub use prepared::{ActivationChoice, Handles, Prepared};
+pub(crate) use teacher::TEACHER_RING;
+pub use teacher::{Teacher, check_teacher};
 
 use crate::config::{
     ActivationPlan, Compute, Config, FrozenPlace, LossConfig, LossHeadKind, OffloadTier, ScalerConfig,
@@ -327,9 +330,9 @@ impl Recipe {
             Compute::Fp16 => Some(Autocast::new(Kind::Half)?.policy()),
             Compute::Fp8 => Some(Autocast::fp8().policy()),
         };
-        let handles = Handles { adapters, activations, offload, experts, shards };
+        let handles = Handles { adapters, activations, offload, experts, shards, teacher_offload: None };
         let (config, ranks) = (config.clone(), self.ranks.clone());
-        Ok(Prepared { config, ranks, model, handles, precision, scaler: self.scaler()? })
+        Ok(Prepared { config, ranks, model, handles, precision, scaler: self.scaler()?, teacher: None })
     }
 
     fn divides_layers(&self) -> bool {

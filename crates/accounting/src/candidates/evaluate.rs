@@ -67,37 +67,41 @@ impl Job {
         Ok(costs)
     }
 
+    /// Makes updates a part of backward, in which gradients are freed.
+    fn update_in_backward(&self, costs: &mut StepCosts) -> Result<(), Error> {
+        let (model, recipe) = (&self.model, &self.choices.recipe);
+        let head = match (model.tied, &self.lora) {
+            (false, _) => 0,
+            (true, Some(_)) => costs.fixed.head_gradient_bytes,
+            (true, None) => {
+                recipe.gradients.bytes(product("elements", &[model.vocabulary, model.hidden])?)?
+            }
+        };
+        let copies = match self.lora {
+            Some(_) => [0; 2],
+            None => sizes::update_bytes_of_one(model, recipe, self.on_cpu)?,
+        };
+        costs.update_in_backward(copies, head)
+    }
+
     /// The costs of a pass under `placement`, of the whole model.
     pub(super) fn costs_of(&self, placement: &Placement, pass: Batch) -> Result<StepCosts, Error> {
         let costs = self.costs(pass)?;
-        match placement {
+        let costs = match placement {
             Placement::Resident(plan) => {
                 let mut costs = self.with_plan(costs, pass, plan)?;
                 if self.in_backward {
-                    let model = &self.model;
-                    let head = match (model.tied, &self.lora) {
-                        (false, _) => 0,
-                        (true, Some(_)) => costs.fixed.head_gradient_bytes,
-                        (true, None) => self
-                            .choices
-                            .recipe
-                            .gradients
-                            .bytes(product("elements", &[model.vocabulary, model.hidden])?)?,
-                    };
-                    let copies = match self.lora {
-                        Some(_) => [0; 2],
-                        None => sizes::update_bytes_of_one(model, &self.choices.recipe, self.on_cpu)?,
-                    };
-                    costs.update_in_backward(copies, head)?;
+                    self.update_in_backward(&mut costs)?;
                 }
-                Ok(costs)
+                costs
             }
             Placement::Offloaded { keep, inputs_on_host, .. } => {
                 let mut costs = self.with_kept(costs, pass, keep)?;
                 costs.working.inputs_on_host = *inputs_on_host;
-                Ok(costs)
+                costs
             }
-        }
+        };
+        self.with_teacher(costs, pass)
     }
 
     /// Returns the costs of offloaded layers where those of `keep` keep their activations.
@@ -135,8 +139,13 @@ impl Job {
         for (number, batch) in self.largest.iter().enumerate() {
             let pass = self.simulated(&placement, rows, *batch)?;
             let peak = self.complete(pass.step.device.clone(), &pass)?;
+            let peak = self.or_teacher(peak, self.pass(*batch, rows))?;
             if worst.as_ref().is_none_or(|(largest, ..)| peak.total > largest.total) {
-                worst = Some((peak, number, if self.on_cpu { 0 } else { pass.host_bytes }));
+                let of_teacher = match &self.teacher {
+                    Some(teacher) => teacher.weights(*batch)?[1],
+                    None => 0,
+                };
+                worst = Some((peak, number, if self.on_cpu { 0 } else { pass.host_bytes + of_teacher }));
             }
         }
         let (peak, batch, host_bytes) = worst.ok_or(Error::Zero { what: "the number of batches" })?;
@@ -187,6 +196,7 @@ impl Job {
             layer.slot_bytes = trained.slot_bytes;
         }
         costs.working.constant_bytes += self.slots()?;
+        let costs = self.with_teacher(costs, batch)?;
         let setup = placement.setup();
         let mut peak = simulate(&costs, &self.rates_of(placement), &setup, Start::Warm)?.device;
         if matches!(placement, Placement::Resident(_)) {
@@ -194,7 +204,7 @@ impl Job {
             peak.parts.push(Item { name: "optimizer state", bytes: state });
             peak.total = sum(WHAT, [peak.total, state])?;
         }
-        Ok(peak)
+        self.or_teacher(peak, batch)
     }
 
     /// Simulates a pass over `batch`, the last of a step.
@@ -277,6 +287,7 @@ impl Job {
             0 => 0.0,
             passes => f64::from(passes) * self.forward_seconds(placement, pass)?,
         };
+        let further = further + self.teacher.as_ref().map_or(Ok(0.0), |teacher| teacher.seconds(pass))?;
         let [between, at_last] = [between + further, at_last + further];
         let costs = self.divided(whole)?;
         let last = self.seconds_of(&simulate(&costs, &rates, &setup, Start::Warm)?) + at_last;

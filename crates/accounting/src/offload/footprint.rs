@@ -57,6 +57,8 @@ impl Footprint {
 /// A moment of a step.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Moment {
+    /// Forward of a teacher, before the pass.
+    Teacher,
     /// Forward of a layer.
     Forward(usize),
     /// Head and loss.
@@ -76,6 +78,7 @@ impl std::fmt::Display for Moment {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::Forward(layer) => write!(f, "forward of layer {layer}"),
+            Self::Teacher => f.write_str("forward of the teacher"),
             Self::Head => f.write_str("head"),
             Self::Recomputation(layer) => write!(f, "recomputation of layer {layer}"),
             Self::Backward(layer) => write!(f, "backward of layer {layer}"),
@@ -146,7 +149,7 @@ pub(super) fn footprints(costs: &StepCosts, setup: &Setup, spans: &[Span]) -> Re
         let alive = alive.iter().filter(is_alive).map(|one| one.bytes);
         let mut parts = base.clone();
         let (fixed, reducing) = match moment {
-            Moment::Forward(_) | Moment::Head => (0, 0),
+            Moment::Teacher | Moment::Forward(_) | Moment::Head => (0, 0),
             Moment::Recomputation(layer) | Moment::Backward(layer) => {
                 (costs.fixed.head_gradient_bytes, costs.layers[layer].reducing_bytes)
             }
@@ -248,6 +251,7 @@ fn passing(costs: &StepCosts, kept: &[Option<Kept>], moment: Moment) -> Result<[
             let bytes = kept[layer].map_or(working.backward_bytes, |kept| kept.backward_bytes);
             (first_layers(layer + 1)?, bytes)
         }
+        Moment::Teacher => (0, 0),
         Moment::Embedding => (0, working.embedding_bytes),
         Moment::Update => (0, working.update_bytes),
     };
@@ -265,7 +269,7 @@ fn inputs_in_transfer(kept: &[Option<Kept>], moment: Moment) -> u64 {
         Moment::Recomputation(layer) | Moment::Backward(layer) => {
             count(layer, any_recomputed(&kept[..layer]) && any_recomputed(&kept[layer..]))
         }
-        Moment::Head | Moment::Embedding | Moment::Update => 0,
+        Moment::Teacher | Moment::Head | Moment::Embedding | Moment::Update => 0,
     }
 }
 

@@ -356,14 +356,14 @@ fn recomputation() -> Recomputation {
 }
 
 fn head_options(work: Workload, labelled: Option<u64>, choices: &Choices, trained: bool) -> HeadOptions<'_> {
-    let Choices { recipe, norm, loss, .. } = choices;
+    let Choices { recipe, norm, loss, further_tiles, .. } = *choices;
     // On a CPU the head computes in the dtype of its weight, and the norm before it keeps its input.
     let (recipe, norm) =
-        if recipe.casts { (const { &Recipe::FP32 }, NormKernel::Fused) } else { (recipe, *norm) };
+        if recipe.casts { (const { &Recipe::FP32 }, NormKernel::Fused) } else { (&choices.recipe, norm) };
     let work = choices.part(work);
     // The labels of a row may all be in one part.
     let labelled = labelled.map(|labelled| labelled.min(work.tokens().unwrap_or(u64::MAX)));
-    HeadOptions { work, labelled, recipe, norm, loss: *loss, trained, on_cpu: false }
+    HeadOptions { work, labelled, recipe, norm, loss, trained, on_cpu: false, further_tiles }
 }
 
 /// The most that blocks of any kind take.

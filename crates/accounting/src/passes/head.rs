@@ -36,6 +36,8 @@ pub(crate) struct HeadOptions<'a> {
     pub(crate) trained: bool,
     /// Whether a fused loss rounds the gradient of a tile of logits in place, if at all.
     pub(crate) on_cpu: bool,
+    /// Tiles of logits beside the model's own.
+    pub(crate) further_tiles: u64,
 }
 
 /// How many items of [`outside`] are live for the whole step.
@@ -73,7 +75,7 @@ fn chunked(model: &Decoder, options: &HeadOptions<'_>) -> Result<Vec<Item>, Erro
     };
     let narrow = [rows, model.hidden];
     let mut items = vec![
-        Item::new("tile of logits in fp32", 4, &[rows, model.vocabulary])?,
+        Item::new("tile of logits in fp32", 4, &[1 + options.further_tiles, rows, model.vocabulary])?,
         Item::new("gradient of the hidden states", c, &[tokens, model.hidden])?,
         Item::new("labels and positions of the labelled tokens", 16, &[labelled])?,
     ];

@@ -37,6 +37,7 @@ fn job(lora: bool) -> Job {
         on_cpu: true,
         ranks: None,
         further_passes: 0,
+        teacher: None,
     }
 }
 

@@ -84,6 +84,7 @@ impl Memory {
 /// A kind of moment, for the head of a column.
 fn kind(moment: Moment) -> &'static str {
     match moment {
+        Moment::Teacher => "teacher",
         Moment::Forward(_) => "forward",
         Moment::Head => "head",
         Moment::Recomputation(_) => "recomputation",

@@ -235,7 +235,7 @@ impl Given {
         let mut all = serde_json::to_value(Config::defaults(task, method)).map_err(failed)?;
         let kind = self.values.get("objective").and_then(|objective| objective.get("kind"));
         let kind = kind.and_then(|kind| ObjectiveKind::deserialize(kind).ok()).unwrap_or_default();
-        if kind != ObjectiveKind::NextToken {
+        if kind.is_of_answers() {
             overlay(&mut all, json!({ "optimizer": { "lr": Config::learning_rate_of_answers(method) } }));
         }
         let rule = self.values.get("optimizer").and_then(|optimizer| optimizer.get("rule"));

@@ -1,9 +1,13 @@
 //! What is learned.
 
+use std::path::PathBuf;
+
+use models::distillation::{DistillationConfig, Divergence};
 use serde::{Deserialize, Serialize};
 use training::masked_rows::Grouping;
 use training::preference::Objective;
 
+use super::Dtype;
 use crate::error::{Error, Result};
 
 /// What is learned of the data.
@@ -29,6 +33,8 @@ pub enum ObjectiveKind {
     Kto,
     /// Rewards of the model's own answers to questions, by group relative policy optimization.
     Grpo,
+    /// The next-token distributions of a teacher, a second model of the same tokens.
+    Distillation,
 }
 
 impl ObjectiveKind {
@@ -43,12 +49,18 @@ impl ObjectiveKind {
             Self::Cpo => "cpo",
             Self::Kto => "kto",
             Self::Grpo => "grpo",
+            Self::Distillation => "distillation",
         }
     }
 
     /// Whether it learns from pairs of answers, or from rated ones.
     pub fn is_preference(self) -> bool {
-        !matches!(self, Self::NextToken | Self::Grpo)
+        !matches!(self, Self::NextToken | Self::Grpo | Self::Distillation)
+    }
+
+    /// Whether the loss is one of whole answers.
+    pub fn is_of_answers(self) -> bool {
+        self.is_preference() || self == Self::Grpo
     }
 }
 
@@ -66,13 +78,42 @@ pub enum ReferenceKind {
     BeforeTraining,
 }
 
-/// What is learned, and how: see [`training::preference`] for the formulas.
+/// The divergence of a student from its teacher.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
+#[serde(rename_all = "kebab-case")]
+pub enum DivergenceKind {
+    /// KL(teacher ‖ student): the student covers all that the teacher finds probable.
+    #[default]
+    ForwardKl,
+    /// KL(student ‖ teacher): the student leaves out what the teacher finds improbable.
+    ReverseKl,
+    /// Of both from their mixture, with `objective.beta` as the teacher's share.
+    JensenShannon,
+}
+
+/// Where the layers of a teacher are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[cfg_attr(feature = "clap", derive(clap::ValueEnum))]
+#[serde(rename_all = "kebab-case")]
+pub enum TeacherPlace {
+    /// On the device, or offloaded where the budget has no room for them.
+    #[default]
+    Auto,
+    /// On the device.
+    Device,
+    /// In host memory, or on a CPU in files: each is loaded when it runs.
+    Offloaded,
+}
+
+/// What is learned, and how: see [`training::preference`] and [`models::distillation`] for the formulas.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct ObjectiveConfig {
     /// What is learned of the data.
     pub kind: ObjectiveKind,
-    /// β of `dpo`, `ipo`, `simpo`, `cpo`, `kto` and `grpo`, λ of `orpo`; absent for 0.1, 2 for `simpo`, and 0 for `grpo`.
+    /// β of `dpo`, `ipo`, `simpo`, `cpo`, `kto`, `grpo` and of the divergence `jensen-shannon`, λ of `orpo`; absent for 0.1, 2 for `simpo`, 0 for
+    /// `grpo`, and 0.5 for `jensen-shannon`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub beta: Option<f64>,
     /// Where the log-probabilities of the model at the start come from, for `dpo`, `ipo` and `kto`.
@@ -92,6 +133,29 @@ pub struct ObjectiveConfig {
     /// λ_U of `kto`: the weight of undesirable answers; absent for 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub undesirable_weight: Option<f64>,
+    /// The teacher of `distillation`: a folder in Hugging Face's layout, a GGUF file, a name in Ollama's store, or a name on the hub.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub teacher: Option<String>,
+    /// Dtype of the teacher's weights; absent for that of its files, and for their own blocks of a GGUF file.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub teacher_dtype: Option<Dtype>,
+    /// Where the teacher's layers are.
+    pub teacher_place: TeacherPlace,
+    /// Asks the teacher once, before the first step, for this many of its most probable tokens at each label; absent to ask it in each step.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub teacher_top_k: Option<usize>,
+    /// The folder with what the teacher has answered, which other trainings may use without the teacher; absent for one in the run's own.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub teacher_files: Option<PathBuf>,
+    /// D of `distillation`; absent for `forward-kl`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub divergence: Option<DivergenceKind>,
+    /// τ of `distillation`: the temperature of both distributions; absent for 1.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub temperature: Option<f64>,
+    /// w of `distillation`: the loss is w times that of the labels and 1 − w times the divergence; absent for 0.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub label_weight: Option<f64>,
 }
 
 impl ObjectiveConfig {
@@ -143,7 +207,7 @@ impl ObjectiveConfig {
                 "objective.beta",
                 self.beta,
                 None,
-                "an objective over preferences with it, such as `objective.kind = \"dpo\"`",
+                "an objective over preferences with it, such as `objective.kind = \"dpo\"`, or `objective.divergence = \"jensen-shannon\"`",
             ),
             (
                 "objective.label_smoothing",
@@ -172,14 +236,14 @@ impl ObjectiveConfig {
             ),
         ];
         for (key, value, kind, expected) in kinds {
-            let is_read = kind.map_or(self.kind != ObjectiveKind::NextToken, |kind| kind == self.kind);
+            let is_read = kind.map_or(self.reads_beta(), |kind| kind == self.kind);
             if let Some(value) = value.filter(|_| !is_read) {
                 return Err(Error::Value { key, found: value.to_string(), expected });
             }
         }
         let beta = self.beta.unwrap_or(if self.kind == ObjectiveKind::Simpo { 2.0 } else { 0.1 });
         let objective = match self.kind {
-            ObjectiveKind::NextToken | ObjectiveKind::Grpo => return Ok(None),
+            ObjectiveKind::NextToken | ObjectiveKind::Grpo | ObjectiveKind::Distillation => return Ok(None),
             ObjectiveKind::Dpo => {
                 Objective::Dpo { beta, label_smoothing: self.label_smoothing.unwrap_or(0.0) }
             }
@@ -196,4 +260,54 @@ impl ObjectiveConfig {
         objective.check()?;
         Ok(Some(objective))
     }
+
+    fn reads_beta(&self) -> bool {
+        match self.kind {
+            ObjectiveKind::NextToken => false,
+            ObjectiveKind::Distillation => self.divergence == Some(DivergenceKind::JensenShannon),
+            _ => true,
+        }
+    }
+
+    /// Returns what is learned from a teacher; `None` for another objective.
+    ///
+    /// # Errors
+    /// A value outside its range, or of another objective; no teacher.
+    pub fn distillation(&self) -> Result<Option<DistillationConfig>> {
+        const EXPECTED: &str = "`objective.kind = \"distillation\"` with it";
+        let given: [(&'static str, Option<String>); 7] = [
+            ("objective.teacher", self.teacher.clone()),
+            ("objective.teacher_dtype", self.teacher_dtype.map(name)),
+            ("objective.teacher_top_k", self.teacher_top_k.map(|k| k.to_string())),
+            ("objective.teacher_files", self.teacher_files.as_ref().map(|path| path.display().to_string())),
+            ("objective.divergence", self.divergence.map(name)),
+            ("objective.temperature", self.temperature.map(|value| value.to_string())),
+            ("objective.label_weight", self.label_weight.map(|value| value.to_string())),
+        ];
+        if self.kind != ObjectiveKind::Distillation {
+            let found = given.into_iter().find_map(|(key, value)| Some((key, value?)));
+            let place = (self.teacher_place != TeacherPlace::Auto)
+                .then(|| ("objective.teacher_place", name(self.teacher_place)));
+            return match found.or(place) {
+                Some((key, found)) => Err(Error::Value { key, found, expected: EXPECTED }),
+                None => Ok(None),
+            };
+        }
+        let config = DistillationConfig {
+            divergence: match self.divergence.unwrap_or_default() {
+                DivergenceKind::ForwardKl => Divergence::ForwardKl,
+                DivergenceKind::ReverseKl => Divergence::ReverseKl,
+                DivergenceKind::JensenShannon => Divergence::JensenShannon { beta: self.beta.unwrap_or(0.5) },
+            },
+            temperature: self.temperature.unwrap_or(1.0),
+            label_weight: self.label_weight.unwrap_or(0.0),
+        };
+        config.check()?;
+        Ok(Some(config))
+    }
+}
+
+/// A value's name in files.
+fn name<T: Serialize>(value: T) -> String {
+    serde_json::to_value(value).ok().and_then(|value| value.as_str().map(str::to_owned)).unwrap_or_default()
 }

@@ -5,7 +5,7 @@ use accounting::quantity::bytes_text;
 use tch::Device;
 use training::trainer::captured::SHAPES;
 
-use crate::config::{CaptureMode, Config, Recomputed};
+use crate::config::{CaptureMode, Config, ObjectiveKind, Recomputed};
 
 /// Returns why no graph repeats the steps of a training on `device`; `None` if one does ([`training::trainer::captured`]). A
 /// [`Trainer`](training::Trainer) has the same reasons.
@@ -22,6 +22,9 @@ pub fn capture_refusal(config: &Config, over_ranks: bool, device: Device) -> Opt
     if let Some(reason) = offload_refusal(config) {
         return Some(reason.to_owned());
     }
+    if config.objective.kind == ObjectiveKind::Distillation {
+        return Some(TEACHER.to_owned());
+    }
     let rule = config.optimizer.rule.rule();
     (!rule.has_fused()).then(|| {
         format!(
@@ -36,6 +39,8 @@ pub(crate) const OFFLOADED_LAYERS: &str = "layers are offloaded, so their addres
 
 /// Why a graph cannot repeat a step over pairs.
 pub(crate) const PREFERENCES: &str = "an objective over preferences has never been captured";
+/// Why a graph cannot repeat a step with a teacher.
+pub(crate) const TEACHER: &str = "steps with a teacher have never been captured";
 /// Why steps of a mixture of experts cannot be captured.
 pub(crate) const EXPERTS: &str = "the host reads which experts a token is given to";
 

@@ -2,13 +2,16 @@
 
 use accounting::candidates::Batch;
 use accounting::decoder_flops::Workload;
+use models::DecoderConfig;
 use training::masked_rows::MaskedBatches;
+
+use super::WeightFormat;
 
 /// Batches whose sizes are read: a fraction of a second. Later ones are taken to be as large as any can be.
 const READ: u64 = 1 << 18;
 
 /// The sizes of a training's batches.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct DataShape {
     /// The batches that may have the largest peak, each with its number in the training, from 0.
     pub largest: Vec<(u64, Batch)>,
@@ -20,13 +23,31 @@ pub struct DataShape {
     pub epoch: Option<u64>,
     /// The largest batch of an evaluation for each number of rows at a time, by falling numbers; empty if none is made.
     pub evaluations: Vec<(usize, Batch)>,
+    /// A second model that reads each batch, whose distributions are learned.
+    pub teacher: Option<TeacherShape>,
+}
+
+/// The teacher of a distillation, as far as it decides bytes and seconds.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TeacherShape {
+    /// Its sizes.
+    pub config: Box<DecoderConfig>,
+    /// The format of its weights.
+    pub format: WeightFormat,
 }
 
 impl DataShape {
     /// Batches of one size without an end, with a label at every position.
     pub fn uniform(rows: u64, length: u64, packed: bool) -> Self {
         let batch = Batch { work: Workload { batch: rows, sequence: length }, labelled: None };
-        Self { largest: vec![(0, batch)], mean: batch, packed, epoch: None, evaluations: Vec::new() }
+        Self {
+            largest: vec![(0, batch)],
+            mean: batch,
+            packed,
+            epoch: None,
+            evaluations: Vec::new(),
+            teacher: None,
+        }
     }
 
     /// Reads the sizes of the first `count` batches of a training.
@@ -70,7 +91,8 @@ impl DataShape {
             largest = vec![largest[0], largest[largest.len() - 1]];
         }
         let epoch = Some(batches.batches_per_epoch());
-        Ok(Self { largest, mean, packed: batches.is_packed(), epoch, evaluations: Vec::new() })
+        let (packed, evaluations) = (batches.is_packed(), Vec::new());
+        Ok(Self { largest, mean, packed, epoch, evaluations, teacher: None })
     }
 
     /// Adds evaluations on `batches`, and on the same rows fewer at a time.

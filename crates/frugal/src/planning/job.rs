@@ -15,6 +15,7 @@ use training::activations::{LayerPlan, every_kth};
 use super::low_rank::low_rank;
 use super::over_ranks::divided;
 use super::rates::product_kind;
+use super::teacher;
 use super::{DataShape, KnownRates, WeightFormat, choices, trained_recipe, widens};
 use crate::config::{
     self, ActivationPlan, Bytes, Compute, Config, LossHeadKind, OffloadConfig, OffloadMethod, OffloadTier,
@@ -99,13 +100,23 @@ pub fn job(
     let mixed = mixed(config, (kind, device))?;
     // Tokens whose logits exist at a time.
     let row = model.vocabulary.saturating_mul(4).max(1);
+    let learned = config.objective.distillation()?;
+    let of_teacher = learned.map(|own| {
+        teacher::chunk(
+            (&own, config.objective.teacher_top_k.is_some()),
+            shape.vocab_size,
+            (product_kind, device),
+        )
+    });
+    let further_tiles = of_teacher.map_or(0, |[_, tiles]| tiles);
     let tokens = match (loss.chunk_tokens, loss.chunk_bytes) {
         (Some(tokens), _) => tokens.unsigned_abs(),
-        (None, Some(Bytes(bytes))) => (bytes / row).max(1),
+        (None, Some(Bytes(bytes))) => (bytes / (row * (1 + further_tiles))).max(1),
+        (None, None) if further_tiles > 0 => of_teacher.map_or(1, |[tokens, _]| tokens),
         (None, None) => loss_chunk(shape.vocab_size, kind, device),
     };
     let all_tokens = match (loss.chunk_tokens, loss.chunk_bytes) {
-        (None, None) if lora.is_none() => {
+        (None, None) if lora.is_none() && further_tiles == 0 => {
             let matrix = [shape.vocab_size, shape.hidden_size];
             fused_ce::one_chunk_tokens(matrix, product_kind, device).unsigned_abs()
         }
@@ -135,6 +146,7 @@ pub fn job(
             .experts
             .as_ref()
             .map(|experts| StreamedExperts { cache: experts.cache.0, rate: rates.file_load }),
+        further_tiles,
         ..choices((kind, device), &rates.machine(), tokens)
     };
     Ok(Job {
@@ -153,6 +165,7 @@ pub fn job(
         on_cpu,
         ranks: None,
         further_passes: config.objective.further_passes(config.adapter.is_some()),
+        teacher: teacher::teacher(config, data.teacher.as_ref(), device, rates, data.packed)?,
     })
 }
 

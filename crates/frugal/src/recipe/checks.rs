@@ -25,7 +25,8 @@ const LEVELS: [&str; 5] = ["save-all", "save-gate-up", "save-one", "input-only",
 pub(super) fn values(config: &Config) -> Result<()> {
     let Config { training, optimizer, data, activations, .. } = config;
     // Counts that must not be 0.
-    let counts: [(&'static str, Option<u64>); 16] = [
+    let counts: [(&'static str, Option<u64>); 17] = [
+        ("objective.teacher_top_k", config.objective.teacher_top_k.map(|k| k as u64)),
         ("training.steps", training.steps),
         ("training.epochs", training.epochs),
         ("training.batch", Some(training.batch as u64)),
@@ -100,6 +101,15 @@ pub(super) fn values(config: &Config) -> Result<()> {
         });
     }
     config.objective.preference()?;
+    let own = &config.objective;
+    let has_files = own.teacher_top_k.is_some() && own.teacher_files.is_some();
+    if own.distillation()?.is_some() && own.teacher.is_none() && !has_files {
+        return Err(Error::Value {
+            key: "objective.teacher",
+            found: "absent".to_owned(),
+            expected: "the teacher of `objective.kind = \"distillation\"`: a folder, a GGUF file or a name on the hub",
+        });
+    }
     // Values that the techniques' crates check themselves.
     if let Some(level) = &config.mlp.level {
         let parsed: Result<swiglu_ckpt::CheckpointLevel, _> = level.parse();
@@ -263,6 +273,14 @@ fn sequence_parallel(config: &Config, ranks: usize) -> Result<()> {
             first: format!("`objective.kind = \"{}\"`", config.objective.kind.name()),
             second: format!("`training.sequence_parallel_size = {parts}`"),
             why: "the log-probability of an answer is a sum over the whole row, and a rank has that of its part",
+            remedy: "let each rank take whole rows",
+        });
+    }
+    if config.objective.kind == ObjectiveKind::Distillation {
+        return Err(Error::Conflict {
+            first: "`objective.kind = \"distillation\"`".to_owned(),
+            second: format!("`training.sequence_parallel_size = {parts}`"),
+            why: "the teacher reads whole rows, and a rank has a part of each",
             remedy: "let each rank take whole rows",
         });
     }

@@ -3,8 +3,8 @@
 use lora::Init;
 
 use crate::config::{
-    ActivationPlan, Compute, Config, Dtype, LossHeadKind, ObjectiveKind, OffloadConfig, OffloadMethod,
-    OffloadTier, OptimizerPlace, OptimizerRule, ReferenceKind, Task,
+    ActivationPlan, Compute, Config, DivergenceKind, Dtype, LossHeadKind, ObjectiveKind, OffloadConfig,
+    OffloadMethod, OffloadTier, OptimizerPlace, OptimizerRule, ReferenceKind, Task,
 };
 use crate::error::{Error, Result};
 
@@ -59,9 +59,10 @@ const REFERENCE: Setting = named(objective, |config| {
     config.objective.has_reference() && !config.objective.is_computed_before(config.adapter.is_some())
 });
 const REWARDS: Setting = named(objective, |config| config.objective.kind == ObjectiveKind::Grpo);
+const DISTILLATION: Setting = named(objective, |config| config.objective.kind == ObjectiveKind::Distillation);
 const PLAIN: Setting = when("`loss.head = \"plain\"`", |config| config.loss.head == LossHeadKind::Plain);
 
-static RULES: [Rule; 45] = [
+static RULES: [Rule; 49] = [
     (
         when("`offload.method = \"one-layer\"`", |config| method(config) == Some(OffloadMethod::OneLayer)),
         when("training", |_| true),
@@ -349,6 +350,32 @@ static RULES: [Rule; 45] = [
         }),
         "the reference is the model without its adapters, which is not the model at the start then",
         "use `adapter.init_lora_weights = true`, \"gaussian\" or \"orthogonal\", or `objective.reference = \"before-training\"`",
+    ),
+    (
+        DISTILLATION,
+        when("training from scratch", |config| config.task == Task::Train),
+        "a student has the tokens of its teacher, whose tokenizer a model's folder has",
+        "fine-tune: `frugal finetune` also learns from the start where the folder's weights are random",
+    ),
+    (
+        DISTILLATION,
+        when("`model.new_tokens`", |config| !config.model.new_tokens.is_empty()),
+        "the teacher does not have these tokens",
+        "fine-tune on texts with them first, both models if the student shall learn them from its teacher",
+    ),
+    (
+        when("`objective.teacher_top_k`", |config| config.objective.teacher_top_k.is_some()),
+        when("a divergence other than \"forward-kl\"", |config| {
+            config.objective.divergence.is_some_and(|own| own != DivergenceKind::ForwardKl)
+        }),
+        "only the forward divergence does without the teacher's probabilities of all other tokens",
+        "leave `objective.divergence` out, or ask the teacher in each step, without `objective.teacher_top_k`",
+    ),
+    (
+        when("`objective.teacher_files`", |config| config.objective.teacher_files.is_some()),
+        when("a teacher that is asked in each step", |config| config.objective.teacher_top_k.is_none()),
+        "the files have the most probable tokens of a teacher that is asked once",
+        "give `objective.teacher_top_k`, the number of tokens that they have at each label",
     ),
     (
         when("`objective.reference`", |config| config.objective.reference != ReferenceKind::Auto),

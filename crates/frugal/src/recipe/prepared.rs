@@ -14,6 +14,7 @@ use tch::{Kind, Tensor};
 use training::Trainer;
 use training::activations::{Activations, LayerPlan, StepPredictor};
 use training::clip::NonFinite;
+use training::distillation::Distillation;
 use training::optimizer::{AdamW, DeviceOptimizer, Optimizer, OptimizerInBackward};
 use training::preference::{Preference, Switch};
 use training::scaler::GradScaler;
@@ -23,8 +24,8 @@ use training::trainer::{Capture, FailedCheckpoint, Frozen, TrainerConfig};
 use crate::config::{ActivationPlan, Bytes, CaptureMode, Config, OptimizerPlace, ZeroStage};
 use crate::error::{Error, Result};
 use crate::planning::Budget;
-use crate::planning::captured::{EXPERTS, OFFLOADED_LAYERS, PREFERENCES, offload_refusal};
-use crate::recipe::Recipe;
+use crate::planning::captured::{EXPERTS, OFFLOADED_LAYERS, PREFERENCES, TEACHER, offload_refusal};
+use crate::recipe::{Recipe, Teacher};
 
 /// Handles on the techniques within a model, for saving adapters, changing plans, and reading counters.
 #[derive(Debug, Default)]
@@ -39,6 +40,8 @@ pub struct Handles {
     pub experts: Option<StreamedExperts>,
     /// This rank's shards of the layers.
     pub shards: Option<Shards>,
+    /// The offloaded layers of a teacher.
+    pub teacher_offload: Option<Offload>,
 }
 
 /// A model with every technique applied. See [`Recipe`](super::Recipe).
@@ -53,6 +56,8 @@ pub struct Prepared {
     pub precision: Option<Arc<dyn Policy>>,
     /// The loss scaler.
     pub scaler: Box<dyn GradScaler>,
+    /// The teacher of a distillation.
+    pub(super) teacher: Option<Teacher>,
 }
 
 /// The activation plan that was chosen under a budget.
@@ -124,6 +129,12 @@ impl Prepared {
         }))
     }
 
+    /// Gives it the teacher of a distillation.
+    #[must_use]
+    pub fn with_teacher(self, teacher: Teacher) -> Self {
+        Self { teacher: Some(teacher), ..self }
+    }
+
     /// Returns a trainer over the model's trainable parameters for `steps` steps, and the handles on the techniques. Checkpoints,
     /// observers and the stop flag are the caller's to set. The ranks of [`Recipe::over`](super::Recipe::over) divide the batches of a
     /// step among them.
@@ -131,7 +142,7 @@ impl Prepared {
     /// # Errors
     /// Nothing to train; a schedule without steps; over ranks those of [`ShardedOptimizer::new`].
     pub fn trainer(self, steps: u64) -> Result<(Trainer, Handles)> {
-        let Self { config, ranks, model, handles, precision, scaler } = self;
+        let Self { config, ranks, model, mut handles, precision, scaler, teacher } = self;
         let (own, training) = (&config.optimizer, &config.training);
         let schedule = schedule(&config, steps)?;
         let over_ranks = ranks.is_some();
@@ -231,7 +242,21 @@ impl Prepared {
             let switch = switch.map(|switch| -> Switch { Box::new(move || Ok(Box::new(switch.disable()?))) });
             trainer.preference = Some(Preference { objective, switch });
         }
+        if let Some(learned) = config.objective.distillation()? {
+            if config.objective.teacher_top_k.is_some() {
+                trainer.distillation = Some(Distillation::from_files(learned)?);
+            } else {
+                let Some(teacher) = teacher else {
+                    let found = config.objective.teacher.clone().unwrap_or_default();
+                    let expected = "a teacher that is opened and given to `Prepared::with_teacher`";
+                    return Err(Error::Value { key: "objective.teacher", found, expected });
+                };
+                handles.teacher_offload = teacher.offload;
+                trainer.distillation = Some(Distillation::new(teacher.model, learned)?);
+            }
+        }
         let preferences = trainer.preference.is_some().then_some(PREFERENCES);
+        let preferences = preferences.or(trainer.distillation.is_some().then_some(TEACHER));
         let refusal =
             offloads.or(offload_refusal(&config)).or(has_experts.then_some(EXPERTS)).or(preferences);
         trainer.not_captured = refusal.map(str::to_owned);

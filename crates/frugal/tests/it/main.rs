@@ -5,6 +5,7 @@ mod captured;
 mod cast_cache;
 mod config;
 mod conversation_tokens;
+mod distillation_steps;
 mod examples;
 mod exchanged_memory;
 mod families;

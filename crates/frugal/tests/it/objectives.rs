@@ -1,10 +1,10 @@
-//! Objectives over preferences, crossed with every technique.
+//! Objectives over preferences, and that of a teacher, crossed with every technique.
 
 use std::collections::BTreeMap;
 
 use expect_test::expect;
 use frugal::Error;
-use frugal::config::ObjectiveKind;
+use frugal::config::{DivergenceKind, ObjectiveKind};
 use frugal::training::trainer::Overflow;
 
 use crate::pairs::{Rounding, broken, run_over};
@@ -42,11 +42,24 @@ pub(crate) const ORPO: Technique = Technique {
     set: |config, _| config.objective.kind = ObjectiveKind::Orpo,
 };
 
+/// A teacher of another width.
+pub(crate) const DISTILLATION: Technique = Technique {
+    name: "distillation",
+    group: "objective",
+    promise: Promise::Nothing,
+    set: |config, _| {
+        let own = &mut config.objective;
+        (own.kind, own.teacher) = (ObjectiveKind::Distillation, Some("teacher".to_owned()));
+        (own.divergence, own.beta) = (Some(DivergenceKind::JensenShannon), Some(0.3));
+        (own.temperature, own.label_weight) = (Some(1.5), Some(0.4));
+    },
+};
+
 #[test]
 fn every_technique_keeps_its_promise_or_is_refused_by_name() {
     let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
     let mut failures = Vec::new();
-    for objective in [&DPO, &KTO, &ORPO] {
+    for objective in [&DPO, &KTO, &ORPO, &DISTILLATION] {
         for family in [Family::Llama, Family::Gpt2] {
             let of = |techniques: &[&Technique]| run_over(family, techniques, None, Overflow::Skip);
             let plain = of(&[objective]).unwrap();
@@ -80,7 +93,7 @@ fn every_technique_keeps_its_promise_or_is_refused_by_name() {
     expect![[r#"
         4 × an adapter freezes the whole base
         6 × answers that are compared are in one micro-batch
-        2 × the optimizer's state of trained layers in files is in files, too
-        6 × the update on the host is that of offloaded layers"#]]
+        4 × the optimizer's state of trained layers in files is in files, too
+        8 × the update on the host is that of offloaded layers"#]]
     .assert_eq(&reasons.join("\n"));
 }

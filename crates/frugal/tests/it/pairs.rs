@@ -13,7 +13,7 @@ use frugal::config::{Dtype, LossHeadKind};
 use frugal::models::hugging_face::{self, Folder};
 use frugal::models::module::{self, LanguageModel};
 use frugal::models::{DecoderConfig, Gpt2, Gpt2Config, Llama};
-use frugal::recipe::{Handles, Prepared};
+use frugal::recipe::{Handles, Prepared, Teacher};
 use frugal::runtime::random::Generator;
 use frugal::sharding::Mesh;
 use frugal::training::masked_rows::{Grouping, Layout, MaskedBatches, MaskedRow};
@@ -117,6 +117,14 @@ pub(crate) fn prepare(recipe: &Recipe, family: Family) -> Result<Prepared, Error
     recipe.open(&Folder::open(folder.path())?, Device::Cpu)
 }
 
+/// A wider teacher of the same tokens.
+fn teacher() -> Teacher {
+    let options = (Kind::Float, Device::Cpu);
+    let model = Llama::new(&DecoderConfig::llama(VOCABULARY, 24, 40, 2, 2), options).unwrap();
+    noise(&model);
+    Teacher::new(Box::new(model), None).unwrap()
+}
+
 /// What came of a training.
 pub(crate) struct Outcome {
     pub(crate) losses: Vec<f64>,
@@ -178,6 +186,9 @@ pub(crate) fn run_over(
     };
     let mut data = MaskedBatches::new(rows(), layout, Device::Cpu)?;
     let mut prepared = prepare(&recipe, family)?;
+    if config.objective.teacher.is_some() {
+        prepared = prepared.with_teacher(teacher());
+    }
     let first = data.next()?.unwrap();
     prepared.plan_activations(&first)?;
     let mut data = MaskedBatches::new(rows(), layout, Device::Cpu)?;

@@ -3,9 +3,10 @@
 
 mod in_backward;
 mod in_blocks;
-mod joint_projections;
 mod not_predicted;
 mod of_pairs;
+mod of_teachers;
+mod on_gpu;
 
 use accounting::activation_plan::LayerPlan;
 use accounting::candidates::{Job, Placement, Tier};
@@ -57,8 +58,8 @@ struct Case {
     /// What is learned. The rows of pairs are neighbours.
     objective: ObjectiveKind,
     rule: OptimizerRule,
-    /// Whether weights are updated during backward.
-    in_backward: bool,
+    /// Other settings.
+    further: fn(&mut Config),
 }
 
 fn keep(layers: usize) -> Placement {
@@ -170,7 +171,7 @@ const ADAPTED: Case = Case {
     chunk: 64,
     objective: ObjectiveKind::NextToken,
     rule: OptimizerRule::AdamW,
-    in_backward: false,
+    further: |_| {},
 };
 const FULL: Case = Case { name: "full", adapters: None, ..ADAPTED };
 const FULL_BF16: Case = Case { kind: Kind::BFloat16, length: 40, ..FULL };
@@ -360,9 +361,6 @@ fn config(case: &Case) -> Config {
     config.training.micro_batch_size = case.at_once;
     config.objective.kind = case.objective;
     config.optimizer.rule = case.rule;
-    if case.in_backward {
-        (config.optimizer.in_backward, config.optimizer.clip) = (true, 0.0);
-    }
     config.model.dtype = match case.kind {
         Kind::BFloat16 => Some(Dtype::Bfloat16),
         Kind::Half => Some(Dtype::Float16),
@@ -383,11 +381,12 @@ fn config(case: &Case) -> Config {
     }
     config.loss.head = LossHeadKind::Fused;
     config.loss.chunk_tokens = Some(case.chunk);
+    (case.further)(&mut config);
     config
 }
 
 fn job(case: &Case, folder: &Folder) -> Job {
-    let data = DataShape::of(&batches(case), 100).unwrap();
+    let data = of_teachers::with_teacher(&config(case), DataShape::of(&batches(case), 100).unwrap());
     let rates = KnownRates::nominal(Device::Cpu).unwrap();
     let format = WeightFormat::of(folder, case.kind).unwrap();
     let shape = folder.config();
@@ -416,6 +415,7 @@ fn measured(case: &Case, folder: &Folder) -> u64 {
         job(case, folder).evaluate(placement.clone(), case.at_once.map(|rows| rows as u64)).unwrap();
     let config = planning::with_choice(&config(case), &candidate);
     let prepared = Recipe::new(&config).unwrap().open(folder, Device::Cpu).unwrap();
+    let prepared = of_teachers::taught(&config, prepared);
     let (mut trainer, handles) = prepared.trainer(3).unwrap();
     if let (Placement::Resident(plan), Some(activations)) = (&placement, &handles.activations) {
         activations.change(plan).unwrap();

@@ -13,7 +13,7 @@ use sha2::{Digest, Sha256};
 use tch::Kind;
 use testing::ranks::Ranks;
 
-use crate::objectives::{DPO, KTO, ORPO};
+use crate::objectives::{DISTILLATION, DPO, KTO, ORPO};
 use crate::pairs::{Outcome, ROWS, Rounding, broken, run_over};
 use crate::techniques::{Family, Promise, TECHNIQUES, Technique};
 
@@ -70,7 +70,7 @@ fn a_rank() {
         let store = Store::connect(launch, Duration::from_secs(30)).unwrap();
         for (number, (stage, family)) in CROSSED.into_iter().enumerate() {
             let stage = &DIVIDED[stage];
-            let techniques = TECHNIQUES.iter().chain([&OVERFLOWING, &DPO, &KTO, &ORPO]);
+            let techniques = TECHNIQUES.iter().chain([&OVERFLOWING, &DPO, &KTO, &ORPO, &DISTILLATION]);
             for (technique, overflow) in techniques
                 .map(|technique| (technique, Overflow::Skip))
                 .chain([(&OVERFLOWING, Overflow::Retry { most: 20 })])

@@ -53,6 +53,8 @@ pub struct Choices {
     pub mlp_tile: Option<u64>,
     /// How the experts of a mixture are streamed; `None` for experts in memory, with their layers.
     pub experts: Option<StreamedExperts>,
+    /// Tiles of logits that exist in a training's loss beside that of the model, of a teacher.
+    pub further_tiles: u64,
 }
 
 impl Default for Choices {
@@ -78,6 +80,7 @@ impl Default for Choices {
             attention_kernel: false,
             mlp_tile: None,
             experts: None,
+            further_tiles: 0,
         }
     }
 }

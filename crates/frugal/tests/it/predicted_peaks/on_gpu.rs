@@ -1,4 +1,4 @@
-//! Adapted projections that run as on a GPU: q, k and v, and gate and up, in one function.
+//! Projections that run as on a GPU.
 
 use super::*;
 
