@@ -9,6 +9,7 @@ mod reference;
 mod rewards;
 mod samples;
 mod targets;
+mod teacher;
 mod weights;
 
 use std::path::{Path, PathBuf};
@@ -44,6 +45,7 @@ use crate::run::plan::PlannedTraining;
 use data::{Data, with_date};
 use reference::with_reference;
 use targets::with_own_targets;
+use teacher::TeacherFolder;
 use weights::Weights;
 
 #[derive(Args)]
@@ -198,6 +200,13 @@ fn tune_on_rows(mut job: Job<'_>) -> anyhow::Result<()> {
     // The plan, before a weight is read.
     let (kind, resumes) = (kind(job.config(), &folder)?, job.resumes());
     let shape = DataShape::of(&train, steps.saturating_mul(job.config().training.accumulation as u64))?;
+    let longest = train.longest().max(validation.as_ref().map_or(0, MaskedBatches::longest));
+    let teacher = TeacherFolder::open(&job, (&companions, folder.config().vocab_size), longest)?;
+    let of_teacher = match &teacher {
+        Some(teacher) => teacher.shape(job.config())?,
+        None => None,
+    };
+    let shape = DataShape { teacher: of_teacher, ..shape };
     let planned = job.plan(PlannedTraining {
         shape: Some(folder.config()),
         format: WeightFormat::of(&folder, kind)?,
@@ -216,12 +225,24 @@ fn tune_on_rows(mut job: Job<'_>) -> anyhow::Result<()> {
     let record = |about: &mut About| {
         about.train = SplitRecord::of(&data.train_files, data.train.len())?;
         about.validation = SplitRecord::of(&data.validation_files, data.validation.len())?;
+        if let Some(teacher) = &teacher {
+            about.teacher = teacher.record(out, resumes)?;
+        }
         write_companions(about, &companions, out, has_adapter)
     };
+    let once = planned.run.config.objective.teacher_top_k.is_some();
     let opened = planned.open(record, |recipe| {
-        Ok(match new_rows {
+        if let Some(teacher) = teacher.as_ref().filter(|_| once) {
+            let all: Vec<&MaskedBatches> = std::iter::once(&train).chain(&validation).collect();
+            teacher.ask((common, recipe.config()), out, &all, device)?;
+        }
+        let prepared = match new_rows {
             Some(rows) => recipe.clone().with_new_rows(rows).open(&folder, device)?,
             None => recipe.open(&folder, device)?,
+        };
+        Ok(match teacher.as_ref().filter(|_| !once) {
+            Some(teacher) => prepared.with_teacher(teacher.load(recipe.config(), device)?),
+            None => prepared,
         })
     })?;
     let mut ready = opened.ready(|| Ok(Some(train.largest()?)))?;
@@ -234,9 +255,17 @@ fn tune_on_rows(mut job: Job<'_>) -> anyhow::Result<()> {
         (validation, _) => validation,
     };
     let (train, validation) = with_reference(&ready, out, (train, validation))?;
+    let (train, validation) = match teacher.as_ref().filter(|_| once) {
+        None => (train, validation),
+        Some(teacher) => {
+            let answered = |rows| teacher.answered(&ready.run.config, out, rows);
+            (answered(train)?, validation.map(answered).transpose()?)
+        }
+    };
     let (common, adapters) = (ready.run.common.clone(), ready.handles.adapters.take());
     let writer = Weights { common: common.clone(), adapters, base: folder.clone(), companions };
     common.note(&trained_text(ready.parameters(), &train, steps));
+    teacher.iter().for_each(|teacher| common.note(&teacher.text(&ready.run.config)));
     // Each token of a sample would load every offloaded layer.
     if samples.is_some() && ready.handles.offload.is_some() {
         common.note("no samples: layers are offloaded (`frugal generate` writes texts)");

@@ -13,6 +13,7 @@ mod data;
 mod data_command;
 mod data_notes;
 mod device_note;
+mod distillation;
 mod export;
 mod finetune;
 mod gguf_merge;

@@ -74,6 +74,9 @@ pub struct RunRecord {
     pub train: SplitRecord,
     /// The validation data.
     pub validation: SplitRecord,
+    /// The files of a teacher's weights.
+    #[serde(skip_serializing_if = "SplitRecord::is_empty")]
+    pub teacher: SplitRecord,
     /// The identity of the batches, which a resume compares.
     pub batches: Value,
     /// The plan that was chosen under the budget.
@@ -222,6 +225,10 @@ impl RunRecord {
 }
 
 impl SplitRecord {
+    fn is_empty(&self) -> bool {
+        self.files.is_empty()
+    }
+
     /// Describes files, and the rows that were made of them.
     ///
     /// # Errors

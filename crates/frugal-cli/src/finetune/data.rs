@@ -196,11 +196,11 @@ fn check_objective(config: &Config, found: &Found) -> anyhow::Result<()> {
     let others =
         formats.iter().any(|format| !matches!(format, RecordFormat::Preference | RecordFormat::Rated));
     match kind {
-        ObjectiveKind::NextToken if pairs => bail!(
+        ObjectiveKind::NextToken | ObjectiveKind::Distillation if pairs => bail!(
             "the data have pairs of a `chosen` and a `rejected` answer; give --objective dpo (or ipo, orpo, simpo, cpo, kto), or write \
              the chosen ones as `messages` or `completion` to learn them alone"
         ),
-        ObjectiveKind::NextToken if rated => bail!(
+        ObjectiveKind::NextToken | ObjectiveKind::Distillation if rated => bail!(
             "the data have answers with a `label`, true for desirable and false for undesirable ones; give --objective kto, or learn the \
              desirable ones alone (`jq -c 'select(.label) | del(.label)' FILE`), or remove the column `label` if it has another meaning"
         ),

@@ -7,9 +7,9 @@
 
 use clap::Arg;
 use frugal::config::{
-    ActivationPlan, CaptureMode, CheckpointEvery, Compute, DataFormat, Dtype, LossHeadKind, MasterWeights,
-    NewTokenInit, ObjectiveKind, OffloadMethod, OffloadTier, OptimizerPlace, OptimizerRule, Recomputed,
-    ReferenceKind,
+    ActivationPlan, CaptureMode, CheckpointEvery, Compute, DataFormat, DivergenceKind, Dtype, LossHeadKind,
+    MasterWeights, NewTokenInit, ObjectiveKind, OffloadMethod, OffloadTier, OptimizerPlace, OptimizerRule,
+    Recomputed, ReferenceKind, TeacherPlace,
 };
 use frugal::rows::Overlong;
 
@@ -240,11 +240,27 @@ static TABLE: [&[Flag]; 27] = [
     },
     flags! { LOOP, FINETUNE;
         "objective.kind", "--objective" ~ "--loss-type" ~ "--pref-loss" => choice::<ObjectiveKind>("OBJECTIVE"),
-            "What is learned: each next token, from pairs of a chosen and a rejected answer or from rated ones which are better, or to get rewards for the model's own answers [default: next-token]";
+            "What is learned: each next token, from pairs of a chosen and a rejected answer or from rated ones which are better, to get rewards for the model's own answers, or a teacher's distributions [default: next-token]";
         "objective.beta", "--beta" ~ "--pref-beta" => number("BETA"),
-            "β of dpo, ipo, simpo, cpo, kto and grpo, λ of orpo: how much the model may change for it [default: 0.1; for simpo: 2; for grpo: 0]";
+            "β of dpo, ipo, simpo, cpo, kto and grpo, λ of orpo: how much the model may change for it; the teacher's share of jensen-shannon [default: 0.1; for simpo: 2; for grpo: 0; for jensen-shannon: 0.5]";
         "objective.reference", "--reference" => choice::<ReferenceKind>("REFERENCE"),
             "Where dpo, ipo and kto take the log-probabilities of the model at the start from [default: auto]";
+        "objective.teacher", "--teacher" | "--teacher-model" ~ "--teacher-model-name-or-path" => text("MODEL"),
+            "The teacher of distillation, a model with the same tokenizer: a folder, a GGUF file, a name in Ollama's store, or a name on the hub";
+        "objective.teacher_dtype", "--teacher-dtype" => choice::<Dtype>("DTYPE"),
+            "Dtype of the teacher's weights [default: that of its files; of a GGUF file its blocks]";
+        "objective.teacher_place", "--teacher-place" => choice::<TeacherPlace>("PLACE"),
+            "Where the teacher's layers are: auto offloads them where the budget has no room [default: auto]";
+        "objective.teacher_top_k", "--teacher-top-k" => whole("TOKENS"),
+            "Ask the teacher once, before the first step, for this many of its most probable tokens at each label; it then takes no memory in the training";
+        "objective.teacher_files", "--teacher-files" => path("FOLDER"),
+            "Folder with what --teacher-top-k asks for, which other trainings on the same rows use without the teacher [default: one in --out]";
+        "objective.divergence", "--divergence" => choice::<DivergenceKind>("DIVERGENCE"),
+            "How distillation compares the student with its teacher [default: forward-kl]";
+        "objective.temperature", "--distillation-temperature" => number("TEMPERATURE"),
+            "Temperature of both distributions of distillation [default: 1]";
+        "objective.label_weight", "--label-weight" => number("WEIGHT"),
+            "Share of the labels in the loss of distillation, from 0, the teacher alone, to 1 [default: 0]";
         "rollout.grader", "--grader" => text("GRADER"),
             "What rewards the answers of grpo: number, exact, contains or regex compare them with the question's, and a program (./grade.py) reads them as JSON lines and writes a number for each";
         "rollout.samples", "--group-size" | "--num-generations" => whole("ANSWERS"), "Answers to each question of grpo [default: 8]";

@@ -87,6 +87,20 @@ pub(crate) fn refuse(common: &Common, config: &Config) -> anyhow::Result<()> {
             readers: "with `objective.kind = \"grpo\"` the data are questions, and rows are the model's own answers",
         },
         Readers {
+            keys: &[
+                "objective.teacher",
+                "objective.teacher_dtype",
+                "objective.teacher_place",
+                "objective.teacher_top_k",
+                "objective.teacher_files",
+                "objective.divergence",
+                "objective.temperature",
+                "objective.label_weight",
+            ],
+            are_read: config.objective.kind == ObjectiveKind::Distillation,
+            readers: "it is read with `objective.kind = \"distillation\"`, which learns from a teacher",
+        },
+        Readers {
             keys: &["data.strategy", "data.workers", "data.vocabulary", "model.shape"],
             are_read: is_train,
             readers: TRAIN,

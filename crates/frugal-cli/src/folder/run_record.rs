@@ -21,6 +21,8 @@ use crate::output::{run_page, shell_command};
 pub(crate) struct About {
     pub(crate) train: SplitRecord,
     pub(crate) validation: SplitRecord,
+    /// The files of a teacher.
+    pub(crate) teacher: SplitRecord,
     pub(crate) plan: Value,
     /// The chat template in the output folder.
     pub(crate) chat_template: Option<PathBuf>,
@@ -65,6 +67,7 @@ impl<'a> Recorder<'a> {
             parameters: counted.total,
             train: about.train,
             validation: about.validation,
+            teacher: about.teacher,
             batches,
             plan: about.plan,
             chat_template: about.chat_template.as_deref().map(FileRecord::of).transpose()?,

@@ -71,6 +71,12 @@ impl Observer for Curves {
             values.extend(record.reference_point.map(|point| ("rewards/reference_point", point)));
             values.extend(record.accuracy.map(|accuracy| ("rewards/accuracy", accuracy)));
         }
+        if let Some(own) = record.distilled {
+            values.extend([
+                ("distillation/teacher_divergence", own.divergence),
+                ("distillation/cross_entropy", own.cross_entropy),
+            ]);
+        }
         if let Some(policy) = record.policy {
             let rollout = policy.rollout;
             values.extend([
@@ -89,10 +95,16 @@ impl Observer for Curves {
     }
 
     fn on_evaluation(&mut self, evaluation: &Evaluation) -> training::Result<()> {
-        let values = match evaluation.reward {
+        let mut values = match evaluation.reward {
             Some(reward) => vec![("validation/reward", reward)],
             None => vec![("validation/loss", evaluation.loss), ("validation/accuracy", evaluation.accuracy)],
         };
+        if let Some(own) = evaluation.distilled {
+            values.extend([
+                ("validation/teacher_divergence", own.divergence),
+                ("validation/cross_entropy", own.cross_entropy),
+            ]);
+        }
         self.scalars(evaluation.step, &values)
     }
 

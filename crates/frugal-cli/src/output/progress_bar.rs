@@ -88,10 +88,12 @@ impl Display {
         let aux = record.router_aux_loss.map_or_else(String::new, |aux| format!(", routers {aux:.3}"));
         let reward =
             record.policy.map_or_else(String::new, |policy| format!(", reward {:.3}", policy.rollout.reward));
+        let of_teacher =
+            record.distilled.map_or_else(String::new, |own| format!(", divergence {:.3}", own.divergence));
         let right = record.rewards.and(record.accuracy);
         let right = right.map_or_else(String::new, |right| format!(", {:.0} % right", 100.0 * right));
         format!(
-            "loss {:.3}{aux}{right}{reward}{validation}{left} {:.0} tokens/s{memory}",
+            "loss {:.3}{aux}{right}{reward}{of_teacher}{validation}{left} {:.0} tokens/s{memory}",
             record.loss, self.rate
         )
     }

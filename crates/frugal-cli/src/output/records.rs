@@ -67,6 +67,8 @@ impl Observer for StepRecords {
             ("reward", "", record.policy.map(|policy| policy.rollout.reward)),
             ("answer_tokens", "count", record.policy.map(|policy| policy.rollout.length)),
             ("divergence", "nat", record.policy.map(|policy| policy.divergence)),
+            ("teacher_divergence", "nat", record.distilled.map(|own| own.divergence)),
+            ("cross_entropy", "nat", record.distilled.map(|own| own.cross_entropy)),
             ("learning_rate", "", Some(record.learning_rate)),
             ("gradient_norm", "", record.gradient_norm),
             ("skipped", "count", Some(f64::from(u8::from(record.skipped)))),
@@ -82,6 +84,8 @@ impl Observer for StepRecords {
         let metrics = vec![
             ("validation_loss", "nat", Some(evaluation.loss)),
             ("validation_accuracy", "ratio", Some(evaluation.accuracy)),
+            ("validation_teacher_divergence", "nat", evaluation.distilled.map(|own| own.divergence)),
+            ("validation_cross_entropy", "nat", evaluation.distilled.map(|own| own.cross_entropy)),
             ("validation_seconds", "s", Some(evaluation.seconds)),
         ];
         self.put(evaluation.step, metrics)

@@ -77,6 +77,16 @@ pub(crate) fn html(folder: &Path, state: Option<State>) -> anyhow::Result<String
         ("Mean reward", "reward", vec![("training", &log.policy[0]), ("validation", &log.policy[1])]),
         ("Answers", "tokens", vec![("mean length", &log.policy[2])]),
         ("Divergence", "nats", vec![("from the reference", &log.policy[3])]),
+        (
+            "Divergence from the teacher",
+            "nats",
+            vec![("training", &log.of_teacher[0]), ("validation", &log.of_teacher[1])],
+        ),
+        (
+            "Loss of the labels",
+            "loss (nats)",
+            vec![("training", &log.of_teacher[2]), ("validation", &log.of_teacher[3])],
+        ),
         ("Reference point", "nats", vec![("divergence from the reference", &log.rewards[3])]),
         ("Learning rate", "learning rate", vec![("learning rate", &log.learning_rate)]),
         ("Gradient norm", "norm before clipping", vec![("gradient norm", &log.norm)]),
@@ -121,6 +131,8 @@ struct Log {
     rewards: [Points; 4],
     /// Of answers: their mean reward, that of the validation data, their mean length, and the divergence.
     policy: [Points; 4],
+    /// With a teacher: the divergence and that of the validation data, and the loss of the labels and that of the validation data.
+    of_teacher: [Points; 4],
     rate: Points,
     /// The latest tokens per second.
     latest_rate: Option<f64>,
@@ -150,6 +162,15 @@ impl Log {
             let keys = ["chosen_reward", "rejected_reward", "accuracy", "reference_point"];
             let of_policy = ["reward", "validation_reward", "answer_tokens", "divergence"];
             for (points, key) in log.policy.iter_mut().zip(of_policy) {
+                push(points, number(key));
+            }
+            let of_teacher = [
+                "teacher_divergence",
+                "validation_teacher_divergence",
+                "cross_entropy",
+                "validation_cross_entropy",
+            ];
+            for (points, key) in log.of_teacher.iter_mut().zip(of_teacher) {
                 push(points, number(key));
             }
             for (points, key) in log.rewards.iter_mut().zip(keys) {

@@ -9,7 +9,7 @@ use accounting::candidates::{Allowed, Candidate, Job, Placement, Ranks, SearchRe
 use accounting::offload::{self as on_paper, Footprint};
 use accounting::quantity::bytes_text;
 use frugal::Config;
-use frugal::config::{ActivationPlan, MasterWeights};
+use frugal::config::{ActivationPlan, MasterWeights, TeacherPlace};
 use frugal::models::DecoderConfig;
 use frugal::planning::{self, Budget, DataShape, KnownRates, NotPredicted, Searched, WeightFormat};
 use frugal::recipe::Handles;
@@ -88,6 +88,8 @@ pub(crate) struct RunPlan {
     plan: ActivationPlan,
     /// Of a training of all weights in 16 bits: how they take small updates, and their dtype.
     half: Option<(MasterWeights, Kind)>,
+    /// Where a teacher's layers are, if that was open.
+    teacher_place: Option<TeacherPlace>,
 }
 
 impl RunPlan {
@@ -103,15 +105,28 @@ impl RunPlan {
         let own = Budget::given_or_default(given, device, sharing)?;
         let own = Budget { resumes: planned.resumes, ..own };
         let budget = common.ranks.as_ref().map_or(Ok(own), |ranks| ranks.least(own))?;
+        let mut teacher_place = None;
         let predicted = match planned.shape {
             None => Err(NotPredicted("this architecture".to_owned())),
-            Some(shape) => predict(common, config, shape, &planned, budget)?,
+            Some(shape) => {
+                let mut predicted = predict(common, config, shape, &planned, budget)?;
+                let nothing_fits =
+                    matches!(&predicted, Ok((prediction, _)) if prediction.result.chosen().is_none());
+                let is_open = config.objective.teacher_place == TeacherPlace::Auto;
+                if planned.data.teacher.is_some() && is_open && nothing_fits {
+                    let mut offloaded = config.clone();
+                    offloaded.objective.teacher_place = TeacherPlace::Offloaded;
+                    predicted = predict(common, &offloaded, shape, &planned, budget)?;
+                    teacher_place = Some(TeacherPlace::Offloaded);
+                }
+                predicted
+            }
         };
         let (predicted, half) = match predicted {
             Ok((prediction, half)) => (Ok(prediction), half),
             Err(why) => (Err(why), unpredicted(config, &planned, common, Some(budget.tensors()))),
         };
-        let run_plan = Self { device, budget: own, prediction: predicted, plan, half };
+        let run_plan = Self { device, budget: own, prediction: predicted, plan, half, teacher_place };
         if let (Ok(prediction), Some(shape)) = (&run_plan.prediction, planned.shape)
             && prediction.result.chosen().is_none()
         {
@@ -201,6 +216,9 @@ impl RunPlan {
         if let Some((way, _)) = self.half {
             config.optimizer.master_weights = way;
         }
+        if let Some(place) = self.teacher_place {
+            config.objective.teacher_place = place;
+        }
         config
     }
 
@@ -247,6 +265,7 @@ impl RunPlan {
                 "training.micro_batch_size",
                 config.training.micro_batch_size != written.training.micro_batch_size,
             ),
+            ("objective.teacher_place", config.objective.teacher_place != written.objective.teacher_place),
         ] {
             if is_decided {
                 common.origins.set(key, "the plan");

@@ -400,7 +400,7 @@ fn with_absolute_paths(config: &Config) -> Config {
             *path = absolute(Path::new(path.as_str())).display().to_string();
         }
     };
-    config.model.name.iter_mut().for_each(text);
+    config.model.name.iter_mut().chain(&mut config.objective.teacher).for_each(text);
     text(&mut config.data.source);
     let data = &mut config.data;
     let paths = [&mut data.validation, &mut data.tokenizer, &mut data.chat_template];

@@ -16,7 +16,7 @@ type Case = (&'static str, &'static str, &'static str);
 const BASE: [Case; 2] =
     [("model.name", "\"@model\"", "--model @model"), ("data.source", "\"@my\"", "--data @my")];
 
-const FINETUNE: [Case; 100] = [
+const FINETUNE: [Case; 108] = [
     ("method", "\"dora\"", "--method dora"),
     ("model.revision", "\"v1\"", "--revision v1"),
     ("model.offline", "true", "--offline"),
@@ -51,6 +51,14 @@ const FINETUNE: [Case; 100] = [
     ("objective.alpha", "0.5", ""),
     ("objective.desirable_weight", "0.5", ""),
     ("objective.undesirable_weight", "0.5", ""),
+    ("objective.teacher", "\"big\"", "--teacher big"),
+    ("objective.teacher_dtype", "\"bfloat16\"", "--teacher-dtype bf16"),
+    ("objective.teacher_place", "\"offloaded\"", "--teacher-place offloaded"),
+    ("objective.teacher_top_k", "8", "--teacher-top-k 8"),
+    ("objective.teacher_files", "\"answers\"", "--teacher-files answers"),
+    ("objective.divergence", "\"reverse-kl\"", "--divergence reverse-kl"),
+    ("objective.temperature", "2.0", "--distillation-temperature 2"),
+    ("objective.label_weight", "0.3", "--label-weight 0.3"),
     ("rollout.grader", "\"number\"", "--grader number"),
     ("rollout.grader_seconds", "5.0", ""),
     ("rollout.samples", "4", "--group-size 4"),
