@@ -7,7 +7,7 @@ use frugal::Error;
 use frugal::config::{MasterWeights, OptimizerRule};
 use frugal::training::trainer::Overflow;
 
-use crate::objectives::{DPO, KTO, ORPO};
+use crate::objectives::{DISTILLATION, DPO, KTO, ORPO};
 use crate::pairs::{Rounding, broken, run_over};
 use crate::techniques::{Family, Promise, TECHNIQUES, Technique};
 
@@ -29,10 +29,11 @@ const fn rule(name: &'static str, set: fn(&mut frugal::Config, Family)) -> Techn
     Technique { name, group: "rule", promise: Promise::Nothing, set }
 }
 
-const OTHERS: [Technique; 8] = [
+const OTHERS: [Technique; 9] = [
     DPO,
     KTO,
     ORPO,
+    DISTILLATION,
     rule("8-bit AdamW", |config, _| config.optimizer.rule = OptimizerRule::AdamW8bit),
     rule("Muon", |config, _| config.optimizer.rule = OptimizerRule::Muon),
     rule("Adafactor", |config, _| config.optimizer.rule = OptimizerRule::Adafactor),
