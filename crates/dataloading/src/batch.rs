@@ -21,6 +21,8 @@ pub struct Batch {
     pub sequences: Option<Sequences>,
     /// A teacher's most probable tokens; `None` for another objective, or a teacher that is at hand.
     pub taught: Option<TopK>,
+    /// The weights of examples; `None` if each has the weight 1.
+    pub weights: Option<ExampleWeights>,
     /// Counts, on the host.
     pub counts: Counts,
 }
@@ -96,6 +98,20 @@ impl Sequences {
         let chosen = self.ratings.as_ref().map_or(all / 2, |ratings| ratings.desirable);
         [chosen, all - chosen]
     }
+}
+
+/// Weights of examples: factors of their losses. The loss of a step is a weighted mean: Σ w·ℓ / Σ w over its labels, or over the
+/// examples of an objective over sequences.
+#[derive(Debug)]
+pub struct ExampleWeights {
+    /// `[rows, length]`, fp32, on the batch's device: for each position the weight of its example; 0 for padding.
+    pub positions: Tensor,
+    /// `[examples]`, fp32, on the batch's device: for an objective over sequences ([`Sequences::examples`]).
+    pub examples: Option<Tensor>,
+    /// Σ w over labels, or over the examples of an objective over sequences.
+    pub total: f64,
+    /// Σ w over the labels that [`Sequences::chosen_targets`] counts.
+    pub chosen_targets: f64,
 }
 
 /// Counts of a batch.

@@ -319,6 +319,7 @@ impl HostBatch {
             padding,
             sequences: None,
             taught: None,
+            weights: None,
             counts: self.counts,
         })
     }

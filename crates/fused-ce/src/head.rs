@@ -10,7 +10,7 @@ use models::token_rows::{TOKEN_ROWS, TokenRows};
 use tch::Tensor;
 
 use crate::error::{Error, Result, refused};
-use crate::inputs::{Inputs, ReplacedRows};
+use crate::inputs::{Inputs, ReplacedRows, compute_kind};
 use crate::linear_cross_entropy::Output;
 use crate::options::{LinearCrossEntropy, LogSumExp, Reduction};
 
@@ -96,7 +96,8 @@ impl LossHead for LinearCrossEntropyHead {
         context: &Context<'_>,
     ) -> models::Result<LossOutput> {
         let loss = LinearCrossEntropy { predictions: context.accuracy, ..self.loss.clone() };
-        let output = self.run(&loss, hidden_btd, labels_bt, context)?;
+        let weights = label_weights(hidden_btd, context)?;
+        let output = self.run(&loss, hidden_btd, (labels_bt, weights.as_ref()), context)?;
         Ok(LossOutput { sum: output.loss, correct: output.correct })
     }
 
@@ -114,7 +115,7 @@ impl LossHead for LinearCrossEntropyHead {
             round_logits: false,
             ..self.loss.clone()
         };
-        Ok(self.run(&loss, hidden_btd, labels_bt, context)?.loss)
+        Ok(self.run(&loss, hidden_btd, (labels_bt, None), context)?.loss)
     }
 
     fn distilled_loss(
@@ -130,7 +131,8 @@ impl LossHead for LinearCrossEntropyHead {
             round_logits: false,
             ..self.loss.clone()
         };
-        let inputs = self.inputs(hidden_btd, labels_bt, context);
+        let weights = label_weights(hidden_btd, context)?;
+        let inputs = self.inputs(hidden_btd, (labels_bt, weights.as_ref()), context);
         let output = loss.run(&Inputs { teacher: Some((*teacher, *options)), ..inputs })?;
         let part = |of: Option<Tensor>| of.ok_or_else(|| refused("a teacher's loss has no parts"));
         Ok(DistilledLoss {
@@ -151,26 +153,33 @@ impl LossHead for LinearCrossEntropyHead {
     }
 }
 
+/// Returns the weights of the labels in the dtype of the loss.
+fn label_weights(hidden_btd: &Tensor, context: &Context<'_>) -> models::Result<Option<Tensor>> {
+    let weights = context.label_weights.map(|weights| weights.f_to_kind(compute_kind(hidden_btd.kind())));
+    weights.transpose().map_err(models::Error::from)
+}
+
 impl LinearCrossEntropyHead {
     fn run(
         &self,
         loss: &LinearCrossEntropy,
         hidden_btd: &Tensor,
-        labels_bt: &Tensor,
+        (labels_bt, token_weights): (&Tensor, Option<&Tensor>),
         context: &Context<'_>,
     ) -> Result<Output> {
-        loss.run(&self.inputs(hidden_btd, labels_bt, context))
+        loss.run(&self.inputs(hidden_btd, (labels_bt, token_weights), context))
     }
 
     fn inputs<'a>(
         &'a self,
         hidden_btd: &'a Tensor,
-        labels_bt: &'a Tensor,
+        (labels_bt, token_weights): (&'a Tensor, Option<&'a Tensor>),
         context: &Context<'_>,
     ) -> Inputs<'a> {
         let replaced = self.token_rows.as_ref();
         Inputs {
             bias: self.bias.as_ref(),
+            token_weights,
             replaced_rows: replaced
                 .map(|replaced| ReplacedRows { classes: replaced.tokens(), rows: &replaced.rows }),
             labelled_tokens: context.labelled_tokens.map(|number| number.min(labels_bt.numel() as i64)),

@@ -81,7 +81,16 @@ impl LossHead for ProjectionHead {
 
     fn loss(&self, hidden_btd: &Tensor, labels_bt: &Tensor, context: &Context<'_>) -> Result<LossOutput> {
         let (logits, labels) = self.logits_and_labels(hidden_btd, labels_bt, context)?;
-        let sum = logits.f_cross_entropy_loss(&labels, None::<&Tensor>, Reduction::Sum, IGNORE_INDEX, 0.0)?;
+        let reduced =
+            |reduction| logits.f_cross_entropy_loss(&labels, None::<&Tensor>, reduction, IGNORE_INDEX, 0.0);
+        let sum = match context.label_weights {
+            None => reduced(Reduction::Sum)?,
+            Some(weights) => {
+                let losses = reduced(Reduction::None)?;
+                let weights = weights.f_reshape([-1])?.f_to_kind(losses.kind())?;
+                losses.f_mul(&weights)?.f_sum(losses.kind())?
+            }
+        };
         let correct = if context.accuracy {
             let _no_grad = tch::no_grad_guard();
             Some(logits.f_argmax(-1, false)?.f_eq_tensor(&labels)?.f_sum(Kind::Int64)?)
@@ -124,7 +133,13 @@ impl LossHead for ProjectionHead {
         };
         let is_labelled = labels.try_ne(IGNORE_INDEX)?;
         let of_labelled = divergences.f_where_self(&is_labelled, &divergences.f_zeros_like()?)?;
-        let [divergence, cross_entropy] = [of_labelled.f_sum(logits.kind())?, losses.f_sum(logits.kind())?];
+        let weights = context.label_weights.map(|weights| weights.f_reshape([-1])?.f_to_kind(logits.kind()));
+        let weights = weights.transpose()?;
+        let sum = |values: &Tensor| match &weights {
+            Some(weights) => values.f_mul(weights)?.f_sum(logits.kind()),
+            None => values.f_sum(logits.kind()),
+        };
+        let [divergence, cross_entropy] = [sum(&of_labelled)?, sum(&losses)?];
         let weight = options.label_weight;
         let sum = cross_entropy.try_mul_scalar(weight)?.f_add(&divergence.try_mul_scalar(1.0 - weight)?)?;
         let correct = context

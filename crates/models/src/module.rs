@@ -202,7 +202,7 @@ pub trait LossHead: Module {
 
     /// Computes the loss, summed over the labelled positions, of `hidden_btd` `[batch, sequence, hidden]` and `labels_bt`
     /// `[batch, sequence]` (int64: the token to predict at each position, or [`IGNORE_INDEX`]). With [`Context::accuracy`] it also
-    /// counts correct predictions, which costs a pass over the logits.
+    /// counts correct predictions, which costs a pass over the logits. [`Context::label_weights`] are factors of the losses in the sum.
     ///
     /// # Errors
     /// Shapes that do not match, another dtype or device.
@@ -301,7 +301,7 @@ pub const IGNORE_INDEX: i64 = -100;
 /// The result of a [`LossHead`].
 #[derive(Debug)]
 pub struct LossOutput {
-    /// Cross-entropy in nats, summed over the labelled positions: a scalar that requires a gradient.
+    /// Cross-entropy in nats, times the weight of its label, summed over the labelled positions: a scalar that requires a gradient.
     pub sum: Tensor,
     /// Number of correct predictions, if [`Context::accuracy`] asked for it: an int64 scalar.
     pub correct: Option<Tensor>,

@@ -3,13 +3,14 @@
 //! With the summed loss Sᵢ and nᵢ targets of micro-batch i, the loss of the step is L = Σ Sᵢ / Σ nᵢ. Each micro-batch runs
 //! backward from Sᵢ / Σ nᵢ, and the gradients add up to that of L. (The mean of means, Σ (Sᵢ/nᵢ) / k, would weight the tokens
 //! of short micro-batches more.) Σ nᵢ must be known before the first backward, so all micro-batches of a step are fetched
-//! first; the loader counts targets on the host.
+//! first; the loader counts targets on the host. Where examples have weights w ([`ExampleWeights`]), Sᵢ is the sum of w·ℓ and nᵢ that of w over
+//! the targets, so that the loss is the weighted mean, and a common factor of all weights changes nothing.
 //!
 //! A load-balancing loss ([`RouterBalance`]) is that of the rows of a micro-batch, since the choices of the others are not known in its
 //! backward. Each of m has the weight 1/m, so that its coefficient means the same for every m. (transformers' trainer adds those of all m,
 //! so its coefficient weighs m times as much.)
 
-use dataloading::{Batch, Counts, Packing, Sequences, TopK};
+use dataloading::{Batch, Counts, ExampleWeights, Packing, Sequences, TopK};
 use models::module::{Context, Input, LanguageModel};
 use models::{Documents, RouterBalance, module::LossOutput};
 use runtime::collectives::Group;
@@ -37,13 +38,25 @@ pub struct MicroBatches {
 }
 
 impl MicroBatches {
-    /// Returns the denominator of the summed loss: the targets, the examples of an objective over sequences, or what a rollout says; 1 without
-    /// any, so that the loss is 0.
+    /// Returns the denominator of the summed loss: the targets, the examples of an objective over sequences, or what a rollout says, each
+    /// times its weight; 1 without any, so that the loss is 0.
     pub fn denominator(&self) -> f64 {
         if let Some(rollout) = &self.rollout {
             return rollout.denominator.max(1.0);
         }
-        self.examples().unwrap_or(self.targets).max(1) as f64
+        self.weighted(|weights| weights.total).unwrap_or_else(|| self.predictions().max(1) as f64)
+    }
+
+    /// Returns the number of targets, or of the examples of an objective over sequences.
+    pub fn predictions(&self) -> usize {
+        self.examples().unwrap_or(self.targets)
+    }
+
+    /// The sum of a number of all batches, if their examples have weights and it is not 0.
+    fn weighted(&self, number: impl Fn(&ExampleWeights) -> f64) -> Option<f64> {
+        let mut weights = self.batches.iter().filter_map(|batch| batch.weights.as_ref()).peekable();
+        weights.peek()?;
+        Some(weights.map(number).sum()).filter(|total| *total > 0.0)
     }
 
     /// Returns the number of examples ([`Sequences::examples`]); `None` if the batches have no sequences.
@@ -60,10 +73,11 @@ impl MicroBatches {
         })
     }
 
-    /// Returns the labels of chosen sequences ([`Sequences::chosen_targets`]).
-    pub fn chosen_targets(&self) -> usize {
+    /// Returns the labels of chosen sequences ([`Sequences::chosen_targets`]), each times its weight; 1 without any.
+    pub fn chosen_targets(&self) -> f64 {
         let sequences = self.batches.iter().filter_map(|batch| batch.sequences.as_ref());
-        sequences.map(|sequences| sequences.chosen_targets).sum()
+        let count = || sequences.map(|sequences| sequences.chosen_targets).sum::<usize>().max(1) as f64;
+        self.weighted(|weights| weights.chosen_targets).unwrap_or_else(count)
     }
 
     /// Returns [`MicroBatches::denominator`] in an fp64 scalar on a device, so that a graph can repeat the division by it.
@@ -121,6 +135,16 @@ fn parts(batch: &Batch, rows: i64) -> Result<Vec<Batch>> {
         // The counts stay with the step; the targets of a part are at most these.
         let positions = usize::try_from(count * length).unwrap_or(usize::MAX);
         let counts = Counts { targets: batch.counts.targets.min(positions), ..Counts::default() };
+        let weights = batch.weights.as_ref().map(|whole| -> Result<ExampleWeights> {
+            // Only the step's total is used, which stays with the first part.
+            let total = if first == 0 { whole.total } else { 0.0 };
+            Ok(ExampleWeights {
+                positions: rows(&whole.positions)?,
+                examples: None,
+                total,
+                chosen_targets: 0.0,
+            })
+        });
         let padding = batch.padding.iter().skip(first as usize).take(count as usize).copied().collect();
         Ok(Batch {
             tokens: rows(&batch.tokens)?,
@@ -134,6 +158,7 @@ fn parts(batch: &Batch, rows: i64) -> Result<Vec<Batch>> {
                     Some(TopK { tokens: rows(tokens)?, log_probabilities: rows(log_probabilities)? })
                 }
             },
+            weights: weights.transpose()?,
             counts,
         })
     };
@@ -236,6 +261,7 @@ pub(crate) fn forward_over(
             training,
             accuracy,
             labelled_tokens: labelled_bound(batch.counts.targets, part.tokens.numel()),
+            label_weights: part.weights.as_ref(),
             balance,
             sequence: part.shard.as_ref(),
             ..Context::default()

@@ -109,6 +109,7 @@ impl Batches for Synthetic {
             padding,
             sequences: None,
             taught: None,
+            weights: None,
             counts,
         }))
     }

@@ -137,6 +137,7 @@ impl Distillation {
             training,
             accuracy,
             labelled_tokens: labelled_bound(batch.counts.targets, batch.tokens.numel()),
+            label_weights: batch.weights.as_ref().map(|weights| &weights.positions),
             balance,
             ..Context::default()
         };

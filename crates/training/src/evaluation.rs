@@ -20,7 +20,7 @@ use crate::ranks::Ranks;
 pub struct Evaluation {
     /// Completed steps at the time.
     pub step: u64,
-    /// Mean loss over all targets, in nats.
+    /// Mean loss over all targets, in nats; each counts with the weight of its example, if examples have weights.
     pub loss: f64,
     /// exp(loss); beside a teacher's divergence exp of the loss of the labels alone.
     pub perplexity: f64,
@@ -36,7 +36,7 @@ pub struct Evaluation {
     pub seconds: f64,
 }
 
-/// Evaluates the model on all of `batches`, without dropout or a graph. Means are over targets, not batches. Losses are summed
+/// Evaluates the model on all of `batches`, without dropout or a graph. Means are over targets, not batches; the accuracy is that of all alike. Losses are summed
 /// in fp64 on the device and read once.
 ///
 /// # Errors
@@ -64,7 +64,7 @@ pub fn evaluate_over(
 ) -> Result<Evaluation> {
     let _range = runtime::profile::range("evaluation");
     let _no_grad = tch::no_grad_guard();
-    let (start, mut targets) = (Instant::now(), 0);
+    let (start, mut targets, mut weights) = (Instant::now(), 0, 0.0);
     let (mut sums, mut others) = (Vec::new(), None);
     let sequence = ranks.and_then(Ranks::sequence);
     // The loss that is learned and the correct predictions; with a teacher the divergence and the loss of the labels besides.
@@ -89,6 +89,7 @@ pub fn evaluate_over(
     };
     while let Some(batch) = batches.next()? {
         targets += batch.counts.targets as u64;
+        weights += batch.weights.as_ref().map_or(batch.counts.targets as f64, |weights| weights.total);
         if ranks.is_some_and(|ranks| !ranks.takes(sums.len())) {
             sums.push(Tensor::f_zeros([parts], (Kind::Double, batch.tokens.device()))?);
             others = Some(batch);
@@ -112,11 +113,13 @@ pub fn evaluate_over(
     }
     // One after the other, in the order of the batches.
     let values = runtime::ops::read(&sums.f_reshape([-1])?)?;
-    let mut means = [0.0; 4];
+    let mut sums = [0.0; 4];
     for batch in values.chunks_exact(parts as usize) {
-        means.iter_mut().zip(batch).for_each(|(sum, value)| *sum += value);
+        sums.iter_mut().zip(batch).for_each(|(sum, value)| *sum += value);
     }
-    let [loss, accuracy, divergence, cross_entropy] = means.map(|sum| sum / targets as f64);
+    let [loss, accuracy, divergence, cross_entropy] = sums;
+    let [loss, divergence, cross_entropy] = [loss, divergence, cross_entropy].map(|sum| sum / weights);
+    let accuracy = accuracy / targets as f64;
     let distilled = distillation.map(|_| DistillationFigures { divergence, cross_entropy });
     let perplexity = perplexity(distilled.map_or(loss, |own| own.cross_entropy));
     let seconds = start.elapsed().as_secs_f64();

@@ -26,16 +26,18 @@ mod byte_store;
 mod greatest;
 mod grouping;
 mod mismatched;
+mod mixture;
+mod order;
 mod row_store;
+mod sizes;
 mod top_k;
+mod weights;
 
-use std::cmp::Reverse;
 use std::sync::Arc;
 
 use dataloading::fingerprint::Fingerprint;
-use dataloading::packing::{Algorithm, Assignment, LongDocuments};
-use dataloading::permutation::Permutation;
-use dataloading::{Batch, IGNORE_INDEX, PackingConfig, PackingPlan};
+use dataloading::packing::Assignment;
+use dataloading::{Batch, IGNORE_INDEX};
 use serde_json::{Value, json};
 use tch::Device;
 
@@ -45,7 +47,11 @@ use crate::error::{Error, Result};
 pub(crate) use batch::{Item, assemble};
 use greatest::Greatest;
 pub use grouping::Grouping;
+pub use mixture::Mixture;
+use order::packed;
 pub use row_store::{IN_MEMORY, MaskedRows, MaskedRowsWriter, RowSize};
+pub use sizes::BatchShape;
+use sizes::positions;
 pub use top_k::{TopKFile, TopKHeader, TopKWriter};
 
 /// A tokenized row with its labels. Both lists have the same length.
@@ -56,7 +62,7 @@ pub struct MaskedRow {
     /// For each token its id if it is to be predicted, else −100 ([`IGNORE_INDEX`]). Not shifted: position `t` predicts label
     /// `t + 1`.
     pub labels: Vec<i64>,
-    /// 1, or −1 for an undesirable answer ([`Grouping::Rated`]).
+    /// The weight of its example in the loss ([`dataloading::ExampleWeights`]), negative for an undesirable answer ([`Grouping::Rated`]).
     pub weight: f32,
 }
 
@@ -118,17 +124,6 @@ impl Default for Layout {
     }
 }
 
-/// The sizes of a batch.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct BatchShape {
-    /// Rows.
-    pub rows: usize,
-    /// Positions of each, padding included.
-    pub length: usize,
-    /// Positions with a label.
-    pub labelled: usize,
-}
-
 /// A source of batches over masked rows. See the [module](self).
 #[derive(Clone, Debug)]
 pub struct MaskedBatches {
@@ -139,6 +134,9 @@ pub struct MaskedBatches {
     top_k: Option<Arc<TopKFile>>,
     /// Which groups of rows share one row of a batch; `None` if each row has its own.
     together: Option<Arc<Assignment>>,
+    /// The first unit of each source, and the number of units.
+    sources: Arc<[usize]>,
+    mixture: Option<Mixture>,
     layout: Layout,
     device: Device,
     /// Of the rows alone.
@@ -146,8 +144,12 @@ pub struct MaskedBatches {
     fingerprint: u64,
     /// Positions of all rows.
     tokens: usize,
+    /// The same of each source.
+    tokens_of_sources: Arc<[usize]>,
     /// Tokens of the longest row.
     longest: usize,
+    /// Whether any row has another weight than 1.
+    has_weights: bool,
     /// The index of the next batch, over all epochs.
     position: u64,
 }
@@ -158,18 +160,8 @@ fn refuse(reason: String) -> Error {
     Error::config(WHAT, reason)
 }
 
-/// The number of positions of a row.
-fn positions(row: &MaskedRow) -> usize {
-    row.tokens.len() - 1
-}
-
-/// The same of its size: tokens that predict a next one.
-fn positions_of(size: RowSize) -> usize {
-    size.tokens.saturating_sub(1)
-}
-
 impl MaskedBatches {
-    /// Creates a source at the first batch over rows in memory. Rows without a label are left out.
+    /// Creates a source at the first batch over rows in memory. Rows without a label, or with the weight 0, are left out.
     ///
     /// # Errors
     /// Errors of [`MaskedRowsWriter::push`] and of [`over`](Self::over).
@@ -177,20 +169,22 @@ impl MaskedBatches {
         Self::over(&MaskedRows::of(&rows)?, layout, device)
     }
 
-    /// Creates a source at the first batch over stored rows. Rows without a label are left out, with those that they belong to.
+    /// Creates a source at the first batch over stored rows. Rows without a label, or with the weight 0, are left out, with those
+    /// that they belong to.
     ///
     /// # Errors
     /// No row with a label; a batch size of 0; a row longer than a packed row; rows that make no whole number of groups; a file that cannot be read.
     pub fn over(rows: &MaskedRows, layout: Layout, device: Device) -> Result<Self> {
         let together = layout.grouping.rows();
-        if !rows.len().is_multiple_of(together) {
-            return Err(refuse(format!("{} rows in groups of {together}", rows.len())));
+        if let Some(rows) = rows.sources().find(|rows| !rows.is_multiple_of(together)) {
+            return Err(refuse(format!("{rows} rows in groups of {together}")));
         }
         let mut silent = Vec::new();
         for first in (0..rows.len()).step_by(together) {
             let group = first..first + together;
-            let learned = group.clone().map(|row| Ok(rows.size(row)?.learned)).collect::<Result<Vec<_>>>()?;
-            if learned.contains(&0) {
+            let is_silent = |row| Ok(rows.size(row)?.learned == 0 || rows.weight(row)? == 0.0);
+            let silence = group.clone().map(is_silent).collect::<Result<Vec<_>>>()?;
+            if silence.contains(&true) {
                 silent.extend(group.map(|row| row as u32));
             }
         }
@@ -201,31 +195,46 @@ impl MaskedBatches {
                 "{count} rows with labels, in batches of {batch}; expected at least 1 of both"
             )));
         }
-        let together = layout.packed.map(|capacity| packed(&rows, layout.grouping, capacity)).transpose()?;
-        let together = together.map(Arc::new);
+        let (together, sources) = packed(&rows, &layout)?;
         let (mut content, mut tokens, mut longest) = (Fingerprint::new("masked rows"), 0, 0);
-        for row in rows.iter() {
-            let row = row?;
-            for numbers in [&row.tokens, &row.labels] {
-                content = content.numbers(numbers.iter().map(|number| number.cast_unsigned()));
+        let (mut weights, mut has_weights) = (Fingerprint::new("weights"), false);
+        let (mut all, mut tokens_of_sources) = (rows.iter(), Vec::new());
+        for count in rows.sources() {
+            let before = tokens;
+            for row in all.by_ref().take(count) {
+                let row = row?;
+                for numbers in [&row.tokens, &row.labels] {
+                    content = content.numbers(numbers.iter().map(|number| number.cast_unsigned()));
+                }
+                if layout.grouping == Grouping::Rated {
+                    content = content.number(u64::from(row.weight.to_bits()));
+                }
+                has_weights |= row.weight.abs() != 1.0;
+                weights = weights.number(u64::from(row.weight.to_bits()));
+                (tokens, longest) = (tokens + row.tokens.len() - 1, longest.max(row.tokens.len()));
             }
-            if layout.grouping == Grouping::Rated {
-                content = content.number(u64::from(row.weight.to_bits()));
-            }
-            (tokens, longest) = (tokens + row.tokens.len() - 1, longest.max(row.tokens.len()));
+            tokens_of_sources.push(tokens - before);
         }
-        let fingerprint = of_layout(content, &layout);
+        drop(all);
+        if has_weights {
+            content = content.number(weights.finish());
+        }
+        let fingerprint = of_layout(content, &layout, None);
         Ok(Self {
             rows,
             reference: None,
             top_k: None,
-            together,
+            together: together.map(Arc::new),
+            sources: sources.into(),
+            mixture: None,
             layout,
             device,
             content,
             fingerprint,
             tokens,
+            tokens_of_sources: tokens_of_sources.into(),
             longest,
+            has_weights,
             position: 0,
         })
     }
@@ -244,7 +253,28 @@ impl MaskedBatches {
             return Err(refuse("batches of 0 rows; expected at least 1".to_owned()));
         }
         let layout = Layout { batch, ..self.layout };
-        Ok(Self { fingerprint: of_layout(self.content, &layout), layout, position: 0, ..self })
+        let fingerprint = of_layout(self.content, &layout, self.mixture.as_ref());
+        Ok(Self { fingerprint, layout, position: 0, ..self })
+    }
+
+    /// Returns a source whose batches mix the sources of the rows ([`MaskedRows::join`]) by weight, at the first batch. An epoch has as many
+    /// rows as without, and goes on in each source where the one before has stopped. With packing, it is packed rows that are mixed, each of
+    /// one source.
+    ///
+    /// # Errors
+    /// Another number of sources; a source without a row to learn from.
+    pub fn with_mixture(self, mixture: Mixture) -> Result<Self> {
+        let (weights, sources) = (mixture.sources(), self.sources.len() - 1);
+        if weights != sources {
+            return Err(refuse(format!("{weights} weights of a mixture for {sources} sources")));
+        }
+        if let Some(empty) = (0..sources).find(|source| self.units_of(*source) == 0) {
+            return Err(refuse(format!(
+                "source {empty} of the mixture has no row to learn from; leave it out"
+            )));
+        }
+        let fingerprint = of_layout(self.content, &self.layout, Some(&mixture));
+        Ok(Self { fingerprint, mixture: Some(mixture), position: 0, ..self })
     }
 
     /// Returns a source of the same batches that have the log-probability of each row's labels by a reference model, in the rows' order; of
@@ -274,8 +304,10 @@ impl MaskedBatches {
     #[must_use]
     pub fn in_row_order(&self) -> Self {
         let layout = Layout { packed: None, shuffle: None, by_length: 1, epochs: Some(1), ..self.layout };
-        let fingerprint = of_layout(self.content, &layout);
-        Self { together: None, fingerprint, layout, position: 0, ..self.clone() }
+        let fingerprint = of_layout(self.content, &layout, None);
+        let whole = self.clone();
+        let sources = order::units_of_groups(&self.rows, layout.grouping).into();
+        Self { together: None, sources, mixture: None, fingerprint, layout, position: 0, ..whole }
     }
 
     /// Returns a number that other rows do not have, in any layout.
@@ -315,109 +347,17 @@ impl MaskedBatches {
         self.units().div_ceil(self.layout.batch) as u64
     }
 
-    /// Returns the tokens of an epoch, and its padding positions if rows are packed.
+    /// Returns the tokens of an epoch, and its padding positions if rows are packed; those of a mixture as its weights have them in the mean.
     pub fn tokens_and_padding(&self) -> (usize, usize) {
-        let padding = self.layout.packed.map_or(0, |capacity| capacity * self.units() - self.tokens);
-        (self.tokens, padding)
-    }
-
-    /// Returns the batch with the most tokens possible: that of the longest rows.
-    ///
-    /// # Errors
-    /// Errors of libtorch; a file that cannot be read.
-    pub fn largest(&self) -> Result<Batch> {
-        let mut widest = Greatest::new(self.layout.batch);
-        for number in 0..self.units() {
-            widest.add((self.size_of(number)?.0, Reverse(number)));
-        }
-        self.batch(&widest.falling().into_iter().map(|(_, Reverse(number))| number).collect::<Vec<_>>())
-    }
-
-    /// Returns sizes that no batch exceeds: the length of the longest row, and as many labels as the rows with the most labels have.
-    ///
-    /// # Errors
-    /// A file that cannot be read.
-    pub fn largest_shape(&self) -> Result<BatchShape> {
-        let (mut labels, mut widest) = (Greatest::new(self.layout.batch), 0);
-        for number in 0..self.units() {
-            let (width, learned) = self.size_of(number)?;
-            labels.add(learned);
-            widest = widest.max(width);
-        }
-        Ok(BatchShape {
-            rows: self.layout.batch.min(self.units()) * self.rows_of_unit(),
-            length: self.layout.packed.unwrap_or(widest),
-            labelled: labels.falling().into_iter().sum(),
-        })
-    }
-
-    /// Returns the positions and the labels of a unit: of its longest row, unless its rows are packed.
-    fn size_of(&self, unit: usize) -> Result<(usize, usize)> {
-        self.unit(unit).try_fold((0, 0), |(width, labels), row| {
-            let size = self.rows.size(row)?;
-            let positions = positions_of(size);
-            let learned = if self.layout.grouping.learns_prompt(row) { positions } else { size.learned };
-            let width = if self.is_packed() { width + positions } else { width.max(positions) };
-            Ok((width, labels + learned))
-        })
-    }
-
-    /// Returns the sizes of the next `count` batches, or of as many as there are. Each is an error if a file cannot be read.
-    pub fn shapes(&self, count: u64) -> impl Iterator<Item = Result<BatchShape>> + '_ {
-        (self.position..self.position.saturating_add(count)).map_while(move |position| {
-            let numbers = match self.numbers(position).transpose()? {
-                Ok(numbers) => numbers,
-                Err(error) => return Some(Err(error)),
-            };
-            let (mut widest, mut labelled) = (0, 0);
-            for number in &numbers {
-                match self.size_of(*number) {
-                    Ok((width, labels)) => (widest, labelled) = (widest.max(width), labelled + labels),
-                    Err(error) => return Some(Err(error)),
-                }
-            }
-            let length = self.layout.packed.unwrap_or(widest);
-            Some(Ok(BatchShape { rows: numbers.len() * self.rows_of_unit(), length, labelled }))
-        })
-    }
-
-    /// The units of the batch at a position; `None` after the last epoch.
-    fn numbers(&self, position: u64) -> Result<Option<Vec<usize>>> {
-        let together = self.layout.by_length as u64;
-        if together <= 1 || self.is_packed() {
-            return Ok(self.in_order(position));
-        }
-        let first = position - position % together;
-        let batches: Vec<_> =
-            (first..first + together).map_while(|position| self.in_order(position)).collect();
-        let at = (position - first) as usize;
-        let Some(rows) = batches.get(at).map(Vec::len) else { return Ok(None) };
-        let before: usize = batches[..at].iter().map(Vec::len).sum();
-        let mut units = batches
-            .concat()
-            .into_iter()
-            .map(|unit| Ok((Reverse(self.size_of(unit)?.0), unit)))
-            .collect::<Result<Vec<_>>>()?;
-        units.sort_by_key(|(length, _)| *length);
-        Ok(Some(units[before..before + rows].iter().map(|(_, unit)| *unit).collect()))
-    }
-
-    /// The units of the batch at a position, in the epoch's order; `None` after the last epoch.
-    fn in_order(&self, position: u64) -> Option<Vec<usize>> {
-        let (per_epoch, units) = (self.batches_per_epoch(), self.units() as u64);
-        let (epoch, number) = (position / per_epoch, position % per_epoch);
-        if self.layout.epochs.is_some_and(|epochs| epoch >= epochs) {
-            return None;
-        }
-        let order = self.layout.shuffle.map(|seed| Permutation::new(units, seed, epoch, 0));
-        let first = number * self.layout.batch as u64;
-        let numbers = first..units.min(first + self.layout.batch as u64);
-        Some(numbers.map(|number| order.as_ref().map_or(number, |order| order.at(number)) as usize).collect())
+        let tokens = self.tokens_of_epoch();
+        let padding =
+            self.layout.packed.map_or(0, |capacity| (capacity * self.units()).saturating_sub(tokens));
+        (tokens, padding)
     }
 }
 
 /// The fingerprint of rows in a layout.
-fn of_layout(content: Fingerprint, layout: &Layout) -> u64 {
+fn of_layout(content: Fingerprint, layout: &Layout, mixture: Option<&Mixture>) -> u64 {
     let (packed, seed) = (layout.packed.unwrap_or(0) as u64, layout.shuffle.unwrap_or(0));
     let numbers = [layout.batch as u64, packed, seed, layout.by_length as u64];
     // Other objectives over the same rows have other batches.
@@ -426,30 +366,8 @@ fn of_layout(content: Fingerprint, layout: &Layout) -> u64 {
         Grouping::Pairs { learn_prompts } => Some(1 + u64::from(learn_prompts)),
         Grouping::Rated => Some(3),
     };
-    numbers.into_iter().chain(pairs).fold(content, Fingerprint::number).finish()
-}
-
-/// Decides which groups of rows share a packed row.
-fn packed(rows: &MaskedRows, grouping: Grouping, capacity: usize) -> Result<Assignment> {
-    let mut lengths = Vec::with_capacity(rows.len() / grouping.rows());
-    for first in (0..rows.len()).step_by(grouping.rows()) {
-        let mut positions = 0;
-        for row in first..first + grouping.rows() {
-            positions += positions_of(rows.size(row)?);
-        }
-        if positions > capacity {
-            let (what, number) = match grouping {
-                Grouping::Rows | Grouping::Rated => ("row", first),
-                Grouping::Pairs { .. } => ("pair", first / 2),
-            };
-            return Err(refuse(format!(
-                "{what} {number} has {positions} positions, but packed rows have {capacity}; use longer packed rows, or leave such {what}s out"
-            )));
-        }
-        lengths.push(positions as u32);
-    }
-    let options = PackingConfig { capacity, algorithm: Algorithm::default(), long: LongDocuments::Drop };
-    Ok(PackingPlan::new(&lengths, &options)?.assignment())
+    let shares = mixture.iter().flat_map(|mixture| mixture.period().1).map(|count| u64::from(*count));
+    numbers.into_iter().chain(pairs).chain(shares).fold(content, Fingerprint::number).finish()
 }
 
 impl Batches for MaskedBatches {

@@ -17,7 +17,7 @@
 //! N_w is the mean loss of the tokens of all chosen completions of a step, and N′_w that of their prompts too; the rest is a mean over the
 //! step's examples. z₀ = max(0, mean of S′ − Ŝ′), over completions of other prompts than the example's, all of the step's: how far the model is from
 //! the reference on what it was not asked. It is computed before the step's first backward, and has no gradient; an evaluation has that of
-//! all its rows. Sources: Rafailov et al., arXiv:2305.18290 (DPO; with ε: Mitchell, "A note on DPO with noisy preferences"); Azar et al.,
+//! all its rows. With weights of examples ([`ExampleWeights`](dataloading::ExampleWeights)) each of these means but z₀ is a weighted one. Sources: Rafailov et al., arXiv:2305.18290 (DPO; with ε: Mitchell, "A note on DPO with noisy preferences"); Azar et al.,
 //! arXiv:2310.12036 (IPO); Meng et al., arXiv:2405.14734 (SimPO); Xu et al., arXiv:2401.08417 (CPO); Hong et al., arXiv:2403.07691 (ORPO);
 //! Ethayarajh et al., arXiv:2402.01306 (KTO; the authors' code takes z₀ from a micro-batch, so that its size changes the loss).
 //! IPO divides by the number of tokens, as TRL does on its authors' word; ORPO's N′_w has the prompt, as its authors' code does.
@@ -88,9 +88,9 @@ impl fmt::Debug for Preference {
 /// Sums over the examples of a batch.
 #[derive(Debug)]
 pub struct PreferenceSums {
-    /// Of the losses of examples: a scalar.
+    /// Of the losses of examples, each times its weight: a scalar.
     pub losses: Tensor,
-    /// Of the losses of chosen tokens, if they are learned, too: a scalar.
+    /// Of the losses of chosen tokens, each times its weight, if they are learned, too: a scalar.
     pub chosen: Option<Tensor>,
     /// The number of examples that are right ([`Objective::correct_and_rewards`]); int64, a scalar.
     pub correct: Tensor,
@@ -102,7 +102,7 @@ pub struct PreferenceSums {
 struct Scores {
     /// S `[sequences]`.
     sums: Tensor,
-    /// The log-probability of the chosen completions and of the prompts that are learned: a scalar.
+    /// The log-probability of the chosen completions and of the prompts that are learned, times the weights of their examples: a scalar.
     chosen: Option<Tensor>,
     /// Ŝ `[sequences]`, for an objective with a reference.
     reference: Option<Tensor>,
@@ -135,7 +135,11 @@ impl Preference {
     ) -> Result<PreferenceSums> {
         let scores = self.scores(model, batch)?;
         let given = scores.log_probabilities(sequences(batch)?, reference_point);
-        let losses = self.objective.losses(&given)?.f_sum(Kind::Float)?;
+        let mut losses = self.objective.losses(&given)?;
+        if let Some(weights) = batch.weights.as_ref().and_then(|weights| weights.examples.as_ref()) {
+            losses = losses.f_mul(weights)?;
+        }
+        let losses = losses.f_sum(Kind::Float)?;
         let [correct, rewards] = self.objective.correct_and_rewards(&given)?;
         let chosen = scores.chosen.map(|sum| sum.f_neg()).transpose()?;
         Ok(PreferenceSums { losses, chosen, correct, rewards })
@@ -175,7 +179,11 @@ impl Preference {
             0.0 => None,
             _ => {
                 let of_prompts = all.f_narrow(0, count, 1)?.f_sum(Kind::Float)?;
-                Some(of_chosen(&sums)?.f_sum(Kind::Float)?.f_add(&of_prompts)?)
+                let mut chosen = of_chosen(&sums)?;
+                if let Some(weights) = batch.weights.as_ref().and_then(|weights| weights.examples.as_ref()) {
+                    chosen = chosen.f_mul(weights)?;
+                }
+                Some(chosen.f_sum(Kind::Float)?.f_add(&of_prompts)?)
             }
         };
         Ok(Scores { sums, chosen, reference })
@@ -201,7 +209,7 @@ impl PreferenceSums {
     /// Errors of libtorch.
     pub fn total(&self, objective: &Objective, step: &MicroBatches) -> Result<Tensor> {
         let Some(chosen) = &self.chosen else { return Ok(self.losses.shallow_clone()) };
-        let of_each = objective.chosen_loss() * step.denominator() / step.chosen_targets().max(1) as f64;
+        let of_each = objective.chosen_loss() * step.denominator() / step.chosen_targets();
         Ok(self.losses.f_add(&chosen.try_mul_scalar(of_each)?)?)
     }
 }

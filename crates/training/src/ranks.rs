@@ -91,6 +91,8 @@ impl Ranks {
 pub(crate) struct BatchPart {
     pub(crate) tokens: Tensor,
     pub(crate) labels: Tensor,
+    /// [`ExampleWeights::positions`](dataloading::ExampleWeights).
+    pub(crate) weights: Option<Tensor>,
     pub(crate) positions: Option<Tensor>,
     /// Of whole rows.
     pub(crate) documents: Option<Documents>,
@@ -104,6 +106,7 @@ impl BatchPart {
         Ok(Self {
             tokens: batch.tokens.shallow_clone(),
             labels: batch.labels.shallow_clone(),
+            weights: batch.weights.as_ref().map(|weights| weights.positions.shallow_clone()),
             positions: batch.packing.as_ref().map(|packing| packing.positions.shallow_clone()),
             documents: documents(batch)?,
             shard: None,
@@ -144,6 +147,7 @@ impl BatchPart {
         Ok(Self {
             tokens: cut(&batch.tokens, 0)?,
             labels: cut(&batch.labels, IGNORE_INDEX)?,
+            weights: batch.weights.as_ref().map(|weights| cut(&weights.positions, 0)).transpose()?,
             positions: Some(positions),
             documents,
             shard: Some(shard),

@@ -375,8 +375,8 @@ impl Trainer {
         };
         let rewarded = micro.chosen_and_rejected();
         let rollout = micro.rollout.as_ref().map(|rollout| (rollout.figures, rollout.learned));
-        let denominator = micro.denominator();
-        self.pending.push(Pending { record, denominator, rewarded, rollout, sums, parts });
+        let (denominator, predictions) = (micro.denominator(), micro.predictions());
+        self.pending.push(Pending { record, denominator, predictions, rewarded, rollout, sums, parts });
         Ok(())
     }
 

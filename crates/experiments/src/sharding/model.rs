@@ -153,6 +153,7 @@ impl Batches for HashedBatches {
             padding: Vec::new(),
             sequences: None,
             taught: None,
+            weights: None,
             counts,
         }))
     }

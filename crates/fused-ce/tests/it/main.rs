@@ -6,6 +6,7 @@ mod chunks;
 mod cuda;
 mod empty_means;
 mod example;
+mod example_weights;
 mod gradcheck;
 mod low_precision;
 mod memory;

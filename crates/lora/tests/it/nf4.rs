@@ -22,6 +22,7 @@ const TRAINING: Context<'_> = Context {
     training: true,
     accuracy: false,
     labelled_tokens: None,
+    label_weights: None,
     balance: None,
     sequence: None,
 };

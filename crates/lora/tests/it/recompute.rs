@@ -21,6 +21,7 @@ const TRAINING: Context<'_> = Context {
     training: true,
     accuracy: false,
     labelled_tokens: None,
+    label_weights: None,
     balance: None,
     sequence: None,
 };

@@ -25,6 +25,8 @@ pub struct Context<'a> {
     /// The number of labels other than [`IGNORE_INDEX`](super::IGNORE_INDEX), or more, if it is known: on a GPU a head may skip the other
     /// positions without waiting for the labels.
     pub labelled_tokens: Option<i64>,
+    /// `[batch, sequence]`, fp32: the factor of the loss of each label, in [`LossHead::loss`](super::LossHead::loss); `None` for 1.
+    pub label_weights: Option<&'a Tensor>,
     /// The sums of the load-balancing loss of the routers, if it is to be computed.
     pub balance: Option<&'a RouterBalance>,
     /// This rank's part of the rows, whose tokens the input has; `None` for whole rows. `documents` are those of whole rows, and
@@ -41,6 +43,7 @@ pub struct OwnedContext {
     training: bool,
     accuracy: bool,
     labelled_tokens: Option<i64>,
+    label_weights: Option<Tensor>,
     balance: Option<RouterBalance>,
     sequence: Option<SequenceShard>,
 }
@@ -54,6 +57,7 @@ impl From<&Context<'_>> for OwnedContext {
             training,
             accuracy,
             labelled_tokens,
+            label_weights: context.label_weights.map(Tensor::shallow_clone),
             balance: context.balance.cloned(),
             sequence: context.sequence.cloned(),
         }
@@ -71,6 +75,7 @@ impl OwnedContext {
             training,
             accuracy,
             labelled_tokens,
+            label_weights: self.label_weights.as_ref(),
             balance: self.balance.as_ref(),
             sequence: self.sequence.as_ref(),
         }

@@ -6,6 +6,7 @@ use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use super::mismatched::Mismatched;
+use super::weights;
 use super::{Grouping, Layout, MaskedBatches, MaskedRow, positions};
 use crate::error::Result;
 
@@ -26,6 +27,16 @@ impl Item {
     /// A row for itself.
     pub(crate) fn of(row: MaskedRow) -> Self {
         Self { row, learns_prompt: false, is_chosen: false, reference: None, taught: None }
+    }
+
+    /// The labels of its sequence.
+    fn learned(&self) -> usize {
+        self.row.labels[1..].iter().filter(|label| **label != IGNORE_INDEX).count()
+    }
+
+    /// Its labels.
+    pub(super) fn targets(&self) -> usize {
+        if self.learns_prompt { positions(&self.row) } else { self.learned() }
     }
 }
 
@@ -58,18 +69,21 @@ impl MaskedBatches {
                 false => rows.extend(together.into_iter().map(|item| vec![item])),
             }
         }
-        let weights: Vec<f32> = rows.iter().flatten().map(|item| item.row.weight).collect();
-        let mut taught =
-            self.top_k.as_ref().map(|file| TopKOfBatch::new(file.header().k, rows.iter().flatten()));
-        let mut batch = assemble(rows, &self.layout, self.device)?;
-        if let Some(taught) = taught.take() {
+        let mut batch = assemble(&rows, &self.layout, self.device)?;
+        if let Some(file) = &self.top_k {
+            let taught = TopKOfBatch::new(file.header().k, rows.iter().flatten());
             batch.taught = Some(taught.finish(&batch.labels)?);
         }
+        if self.has_weights {
+            batch.weights =
+                Some(weights::of(&rows, batch.tokens.size2()?.1 as usize, grouping, self.device)?);
+        }
         if let (Grouping::Rated, Some(sequences)) = (grouping, &mut batch.sequences) {
+            let signs: Vec<f32> = rows.iter().flatten().map(|item| item.row.weight.signum()).collect();
             sequences.ratings = Some(Ratings {
-                signs: Tensor::f_from_slice(&weights)?.f_sign()?.f_to_device(self.device)?,
-                desirable: weights.iter().filter(|weight| **weight > 0.0).count(),
-                mismatched: Box::new(assemble(mismatched.rows(), &self.layout, self.device)?),
+                signs: Tensor::f_from_slice(&signs)?.f_to_device(self.device)?,
+                desirable: signs.iter().filter(|sign| **sign > 0.0).count(),
+                mismatched: Box::new(assemble(&mismatched.rows(), &self.layout, self.device)?),
             });
         }
         Ok(batch)
@@ -77,7 +91,7 @@ impl MaskedBatches {
 }
 
 /// Returns the batch of rows. Each row has the tokens of one item, or of several if rows are packed.
-pub(crate) fn assemble(rows: Vec<Vec<Item>>, layout: &Layout, device: Device) -> Result<Batch> {
+pub(crate) fn assemble(rows: &[Vec<Item>], layout: &Layout, device: Device) -> Result<Batch> {
     let widest = rows.iter().flatten().map(|item| positions(&item.row)).max().unwrap_or(0);
     let length = layout.packed.unwrap_or(widest);
     let mut counts = Counts::default();
@@ -85,18 +99,16 @@ pub(crate) fn assemble(rows: Vec<Vec<Item>>, layout: &Layout, device: Device) ->
     let (mut padding, mut sequences) = (Vec::new(), SequencesOfBatch::default());
     for items in rows {
         let mut documents = Vec::new();
-        for Item { row, learns_prompt, is_chosen, reference, .. } in items {
-            let inputs = positions(&row);
+        for item in items {
+            let (row, inputs, targets) = (&item.row, positions(&item.row), item.targets());
             tokens.extend_from_slice(&row.tokens[..inputs]);
             places.extend(0..inputs as i64);
             let learnt = &row.labels[1..];
-            let learned = learnt.iter().filter(|label| **label != IGNORE_INDEX).count();
-            let targets = if learns_prompt { inputs } else { learned };
-            labels.extend_from_slice(if learns_prompt { &row.tokens[1..] } else { learnt });
+            labels.extend_from_slice(if item.learns_prompt { &row.tokens[1..] } else { learnt });
             if layout.grouping != Grouping::Rows {
-                sequences.add(learnt, learned);
-                sequences.chosen_targets += if is_chosen { targets } else { 0 };
-                sequences.reference.extend(reference);
+                sequences.add(learnt, item.learned());
+                sequences.chosen_targets += if item.is_chosen { targets } else { 0 };
+                sequences.reference.extend(item.reference);
             }
             counts.targets += targets;
             counts.tokens += inputs;
@@ -137,8 +149,16 @@ pub(crate) fn assemble(rows: Vec<Vec<Item>>, layout: &Layout, device: Device) ->
         Grouping::Rows => None,
         Grouping::Pairs { .. } | Grouping::Rated => Some(sequences.finish(shape, device)?),
     };
-    let [tokens, labels] = [tensor(&tokens)?, tensor(&labels)?];
-    Ok(Batch { tokens, labels, packing, padding, sequences, taught: None, counts })
+    Ok(Batch {
+        tokens: tensor(&tokens)?,
+        labels: tensor(&labels)?,
+        packing,
+        padding,
+        sequences,
+        taught: None,
+        weights: None,
+        counts,
+    })
 }
 
 /// [`Sequences`] on the host.

@@ -21,9 +21,16 @@ pub const IN_MEMORY: usize = 8 << 20;
 /// Bytes of a row in the index.
 const ENTRY: usize = 20;
 
-/// Rows that can be read in any order, by any number of owners. See the [module](self).
+/// Rows that can be read in any order, by any number of owners: those of one source, or of several, one after the other. See the
+/// [module](self).
 #[derive(Debug, Clone)]
 pub struct MaskedRows {
+    sources: Vec<Source>,
+}
+
+/// Rows that were written together.
+#[derive(Debug, Clone)]
+struct Source {
     content: Arc<Content>,
     chosen: Chosen,
 }
@@ -155,32 +162,12 @@ impl MaskedRowsWriter {
     }
 }
 
-impl MaskedRows {
-    fn new(content: Content) -> Self {
-        Self { content: Arc::new(content), chosen: Chosen::Except(Arc::new([])) }
-    }
-
-    /// Stores rows in memory.
-    ///
-    /// # Errors
-    /// Errors of [`MaskedRowsWriter::push`].
-    pub fn of(rows: &[MaskedRow]) -> Result<Self> {
-        let mut writer = MaskedRowsWriter::in_memory();
-        rows.iter().try_for_each(|row| writer.push(row))?;
-        writer.finish()
-    }
-
-    /// Returns the number of rows.
-    pub fn len(&self) -> usize {
+impl Source {
+    fn len(&self) -> usize {
         match &self.chosen {
             Chosen::Except(out) => self.content.count - out.len(),
             Chosen::Only(rows) => rows.len(),
         }
-    }
-
-    /// Returns whether there are no rows.
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
     }
 
     /// The number of the stored row that is row `number`.
@@ -209,25 +196,7 @@ impl MaskedRows {
         Ok((offset, size, f32::from_bits(word(16))))
     }
 
-    /// Returns the sizes of row `number`, without reading it.
-    ///
-    /// # Errors
-    /// A file that cannot be read.
-    ///
-    /// # Panics
-    /// There is no such row.
-    pub fn size(&self, number: usize) -> Result<RowSize> {
-        Ok(self.entry(number)?.1)
-    }
-
-    /// Returns row `number`.
-    ///
-    /// # Errors
-    /// A file that cannot be read.
-    ///
-    /// # Panics
-    /// There is no such row.
-    pub fn row(&self, number: usize) -> Result<MaskedRow> {
+    fn row(&self, number: usize) -> Result<MaskedRow> {
         let (offset, size, weight) = self.entry(number)?;
         let read = |at: u64, count: usize| -> Result<Vec<u8>> {
             if at + 4 * count as u64 > self.content.length {
@@ -255,21 +224,8 @@ impl MaskedRows {
         Ok(MaskedRow { tokens, labels, weight })
     }
 
-    /// Returns the rows in order.
-    pub fn iter(&self) -> impl Iterator<Item = Result<MaskedRow>> + '_ {
-        (0..self.len()).map(|number| self.row(number))
-    }
-
-    /// Returns the rows as a list.
-    ///
-    /// # Errors
-    /// A file that cannot be read.
-    pub fn to_vec(&self) -> Result<Vec<MaskedRow>> {
-        self.iter().collect()
-    }
-
-    /// Returns the rows whose numbers, which rise, are not `out`, in their order, and those whose numbers are.
-    pub fn divide(&self, out: &[u32]) -> (Self, Self) {
+    /// The rows whose numbers are not `out`, and those whose numbers are.
+    fn divide(&self, out: &[u32]) -> (Self, Self) {
         let stored = |number: u32| self.stored(number as usize) as u32;
         let parted: Arc<[u32]> = out.iter().map(|number| stored(*number)).collect();
         let rest = match &self.chosen {
@@ -283,11 +239,121 @@ impl MaskedRows {
                 Chosen::Only((0..self.len() as u32).filter(is_kept).map(stored).collect())
             }
         };
-        let content = &self.content;
-        (
-            Self { content: content.clone(), chosen: rest },
-            Self { content: content.clone(), chosen: Chosen::Only(parted) },
-        )
+        let with = |chosen| Self { content: self.content.clone(), chosen };
+        (with(rest), with(Chosen::Only(parted)))
+    }
+}
+
+impl MaskedRows {
+    fn new(content: Content) -> Self {
+        Self { sources: vec![Source { content: Arc::new(content), chosen: Chosen::Except(Arc::new([])) }] }
+    }
+
+    /// Stores rows in memory.
+    ///
+    /// # Errors
+    /// Errors of [`MaskedRowsWriter::push`].
+    pub fn of(rows: &[MaskedRow]) -> Result<Self> {
+        let mut writer = MaskedRowsWriter::in_memory();
+        rows.iter().try_for_each(|row| writer.push(row))?;
+        writer.finish()
+    }
+
+    /// Returns the rows of several sources, one after the other.
+    pub fn join(parts: impl IntoIterator<Item = Self>) -> Self {
+        Self { sources: parts.into_iter().flat_map(|part| part.sources).collect() }
+    }
+
+    /// Returns the number of rows of each source.
+    pub fn sources(&self) -> impl Iterator<Item = usize> + '_ {
+        self.sources.iter().map(Source::len)
+    }
+
+    /// Returns the number of rows.
+    pub fn len(&self) -> usize {
+        self.sources().sum()
+    }
+
+    /// Returns whether there are no rows.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// The source of row `number`, and its number there.
+    fn find(&self, number: usize) -> (&Source, usize) {
+        let mut rest = number;
+        for source in &self.sources {
+            match rest.checked_sub(source.len()) {
+                Some(beyond) => rest = beyond,
+                None => return (source, rest),
+            }
+        }
+        panic!("row {number} of {}", self.len())
+    }
+
+    /// Returns the sizes of row `number`, without reading it.
+    ///
+    /// # Errors
+    /// A file that cannot be read.
+    ///
+    /// # Panics
+    /// There is no such row.
+    pub fn size(&self, number: usize) -> Result<RowSize> {
+        let (source, number) = self.find(number);
+        Ok(source.entry(number)?.1)
+    }
+
+    /// Returns the weight of row `number`, without reading it.
+    ///
+    /// # Errors
+    /// A file that cannot be read.
+    ///
+    /// # Panics
+    /// There is no such row.
+    pub fn weight(&self, number: usize) -> Result<f32> {
+        let (source, number) = self.find(number);
+        Ok(source.entry(number)?.2)
+    }
+
+    /// Returns row `number`.
+    ///
+    /// # Errors
+    /// A file that cannot be read.
+    ///
+    /// # Panics
+    /// There is no such row.
+    pub fn row(&self, number: usize) -> Result<MaskedRow> {
+        let (source, number) = self.find(number);
+        source.row(number)
+    }
+
+    /// Returns the rows in order.
+    pub fn iter(&self) -> impl Iterator<Item = Result<MaskedRow>> + '_ {
+        (0..self.len()).map(|number| self.row(number))
+    }
+
+    /// Returns the rows as a list.
+    ///
+    /// # Errors
+    /// A file that cannot be read.
+    pub fn to_vec(&self) -> Result<Vec<MaskedRow>> {
+        self.iter().collect()
+    }
+
+    /// Returns the rows whose numbers, which rise, are not `out`, in their order, and those whose numbers are; of the same sources, which may
+    /// be empty.
+    pub fn divide(&self, out: &[u32]) -> (Self, Self) {
+        let (mut first, mut rest, mut parts) = (0, out, (Vec::new(), Vec::new()));
+        for source in &self.sources {
+            let end = first + source.len() as u32;
+            let (own, others) = rest.split_at(rest.partition_point(|number| *number < end));
+            let own: Vec<u32> = own.iter().map(|number| number - first).collect();
+            let (kept, parted) = source.divide(&own);
+            parts.0.push(kept);
+            parts.1.push(parted);
+            (first, rest) = (end, others);
+        }
+        (Self { sources: parts.0 }, Self { sources: parts.1 })
     }
 
     /// Returns the first `count` rows, or all if there are fewer.
@@ -299,9 +365,12 @@ impl MaskedRows {
     /// Writes all stored rows, to be read by [`read_file`](Self::read_file). Rows that were left out are written, too.
     ///
     /// # Errors
-    /// A writer that fails; a file that cannot be read.
+    /// A writer that fails; a file that cannot be read; rows of several sources.
     pub fn write(&self, out: &mut dyn Write) -> io::Result<()> {
-        let Content { index, rows, count, length } = &*self.content;
+        let [source] = &self.sources[..] else {
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, "rows of several sources have no file"));
+        };
+        let Content { index, rows, count, length } = &*source.content;
         out.write_all(&(*count as u64).to_le_bytes())?;
         out.write_all(&length.to_le_bytes())?;
         index.pass(0, (ENTRY * count) as u64, &mut |bytes| out.write_all(bytes))?;
@@ -345,71 +414,4 @@ impl Default for MaskedRows {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn row(number: i64) -> MaskedRow {
-        let tokens: Vec<i64> = (0..number % 7).map(|at| number * 31 + at).collect();
-        let labels = (0..).zip(&tokens);
-        let labels = labels.map(|(at, id)| if (at + number) % 3 == 0 { *id } else { IGNORE_INDEX }).collect();
-        MaskedRow { tokens, labels, weight: number as f32 - 3.0 }
-    }
-
-    #[test]
-    fn rows_on_disk_are_those_in_memory() {
-        let folder = tempfile::tempdir().unwrap();
-        let all: Vec<MaskedRow> = (0..500).map(row).collect();
-        let held = MaskedRows::of(&all).unwrap();
-        for bound in [0, 100, 1 << 20] {
-            let mut writer = MaskedRowsWriter::new(bound, folder.path());
-            all.iter().for_each(|row| writer.push(row).unwrap());
-            let rows = writer.finish().unwrap();
-            assert_eq!(matches!(rows.content.rows, ByteStore::File { .. }), bound < 1 << 20);
-            assert_eq!(rows.to_vec().unwrap(), all);
-            assert_eq!(rows, held);
-            let path = folder.path().join("rows");
-            let mut bytes = b"before".to_vec();
-            rows.write(&mut bytes).unwrap();
-            std::fs::write(&path, &bytes).unwrap();
-            let again = MaskedRows::read_file(File::open(&path).unwrap(), 6).unwrap();
-            assert_eq!(again, held);
-            std::fs::write(&path, &bytes[..bytes.len() - 1]).unwrap();
-            assert!(MaskedRows::read_file(File::open(&path).unwrap(), 6).is_err());
-        }
-        let learned = |row: &MaskedRow| row.labels.iter().skip(1).filter(|label| **label >= 0).count();
-        for (number, row) in all.iter().enumerate() {
-            let size = RowSize { tokens: row.tokens.len(), learned: learned(row) };
-            assert_eq!(held.size(number).unwrap(), size);
-        }
-    }
-
-    #[test]
-    fn parts_have_the_rows_that_lists_have() {
-        let all: Vec<MaskedRow> = (0..40).map(row).collect();
-        let rows = MaskedRows::of(&all).unwrap();
-        let (rest, parted) = rows.divide(&[0, 3, 4, 39]);
-        let (rest, second) = rest.divide(&[0, 1, 35]);
-        let is_kept = |number: &usize| ![0, 3, 4, 39, 1, 2, 38].contains(number);
-        let expected: Vec<MaskedRow> = (0..40).filter(is_kept).map(|number| all[number].clone()).collect();
-        assert_eq!(rest.to_vec().unwrap(), expected);
-        let of = |numbers: &[usize]| numbers.iter().map(|number| all[*number].clone()).collect::<Vec<_>>();
-        assert_eq!(parted.to_vec().unwrap(), of(&[0, 3, 4, 39]));
-        assert_eq!(second.to_vec().unwrap(), of(&[1, 2, 38]));
-        let (rest, parted) = parted.divide(&[1, 2]);
-        assert_eq!((rest.to_vec().unwrap(), parted.to_vec().unwrap()), (of(&[0, 39]), of(&[3, 4])));
-        assert_eq!(rows.first(3).to_vec().unwrap(), all[..3]);
-        assert_eq!(rows.first(99), rows);
-    }
-
-    #[test]
-    fn rows_that_cannot_be_stored_are_refused() {
-        let refused = |tokens: &[i64], labels: &[i64]| {
-            let row = MaskedRow::new(tokens.to_vec(), labels.to_vec());
-            MaskedRows::of(&[row]).unwrap_err().to_string()
-        };
-        assert!(refused(&[1, 2], &[1]).contains("row 0 has 2 tokens and 1 labels"));
-        assert!(refused(&[1, -2], &[1, -2]).contains("has the token -2"));
-        assert!(refused(&[1, 1 << 32], &[1, -100]).contains("has the token 4294967296"));
-        assert!(refused(&[1, 2], &[-100, 3]).contains("the label 3 at token 1, which is 2"));
-    }
-}
+mod tests;

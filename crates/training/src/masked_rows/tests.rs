@@ -1,3 +1,5 @@
+mod mixture;
+
 use std::collections::BTreeMap;
 
 use dataloading::IGNORE_INDEX;

@@ -209,7 +209,7 @@ impl Policy {
         let (mut batches, mut samples, mut padding) = (Vec::new(), Vec::new(), 0);
         for part in order.chunks(config.rows) {
             let item = |row: &usize| vec![Item::of(rows[*row].clone())];
-            let batch = assemble(part.iter().map(item).collect(), &layout, device)?;
+            let batch = assemble(&part.iter().map(item).collect::<Vec<_>>(), &layout, device)?;
             padding += batch.counts.padding;
             let on_device = |values: Vec<f32>| Tensor::f_from_slice(&values)?.f_to_device(device);
             let weight = |row: &usize| match config.aggregate {

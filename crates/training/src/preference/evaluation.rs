@@ -12,7 +12,7 @@ use crate::batches::Batches;
 use crate::error::{Error, Result};
 use crate::evaluation::Evaluation;
 
-/// Evaluates the model on all examples of `batches`, without dropout or a graph: the mean loss, and as accuracy the fraction of examples that
+/// Evaluates the model on all examples of `batches`, without dropout or a graph: the mean loss (with [weights](dataloading::ExampleWeights) a weighted one), and as accuracy the fraction of examples that
 /// are right ([`Objective::correct_and_rewards`](super::Objective::correct_and_rewards)). [`Evaluation::targets`] counts examples; a
 /// perplexity there is none (NaN). Ranks divide the batches among themselves, and each returns the whole.
 ///
@@ -28,11 +28,22 @@ pub fn evaluate(
     let _range = runtime::profile::range("evaluation");
     let _no_grad = tch::no_grad_guard();
     let (start, objective) = (Instant::now(), &preference.objective);
-    let (mut data, mut examples, mut chosen_targets) = (Vec::new(), 0, 0);
+    let (mut data, mut examples, mut chosen_targets) = (Vec::new(), 0, 0.0);
+    let (mut weights, mut total) = (Vec::new(), 0.0);
     let numbers = |batch: &dataloading::Batch| {
         let of_batch = sequences(batch)?;
         examples += of_batch.examples();
-        chosen_targets += of_batch.chosen_targets;
+        match &batch.weights {
+            None => {
+                (total, chosen_targets) =
+                    (total + of_batch.examples() as f64, chosen_targets + of_batch.chosen_targets as f64)
+            }
+            Some(own) => {
+                (total, chosen_targets) = (total + own.total, chosen_targets + own.chosen_targets);
+                let of_examples = own.examples.as_ref().map(|weights| weights.f_to_device(Device::Cpu));
+                weights.extend(of_examples.transpose()?);
+            }
+        }
         let signs = of_batch.ratings.as_ref().map(|ratings| ratings.signs.f_to_device(Device::Cpu));
         data.push((of_batch.lengths.f_to_device(Device::Cpu)?, signs.transpose()?));
         let sums = if objective.has_reference() { 2 } else { 1 };
@@ -82,14 +93,19 @@ pub fn evaluate(
         reference: reference.as_ref(),
         ratings: signs.as_ref().map(|signs| Rated { signs, reference_point: &point }),
     };
-    let losses = objective.losses(&given)?.f_sum(Kind::Double)?;
+    let mut losses = objective.losses(&given)?;
+    if let Some(weights) = joined(&weights)? {
+        losses = losses.f_mul(&weights)?;
+    }
+    let losses = losses.f_sum(Kind::Double)?;
     let [correct, _] = objective.correct_and_rewards(&given)?;
     let values = [losses, correct.f_to_kind(Kind::Double)?, added(&chosen)?.try_mul_scalar(-1.0)?];
     let values = runtime::ops::read(&Tensor::f_stack(&values, 0)?)?;
-    let of_chosen = objective.chosen_loss() * values[2] / chosen_targets.max(1) as f64;
+    let of_chosen =
+        objective.chosen_loss() * values[2] / if chosen_targets > 0.0 { chosen_targets } else { 1.0 };
     Ok(Evaluation {
         step,
-        loss: values[0] / examples as f64 + of_chosen,
+        loss: values[0] / total + of_chosen,
         perplexity: f64::NAN,
         accuracy: values[1] / examples as f64,
         targets: examples as u64,

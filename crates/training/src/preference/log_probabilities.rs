@@ -89,7 +89,8 @@ pub(super) fn in_turns(
     Ok(all)
 }
 
-/// Returns the log-probability of the labels of each sequence of a batch, and behind them that of prompts: `[sequences + 1]`.
+/// Returns the log-probability of the labels of each sequence of a batch, and behind them that of prompts, each token of which counts with
+/// the weight of its example: `[sequences + 1]`.
 pub(super) fn sequence_sums(model: &dyn LanguageModel, batch: &Batch) -> Result<Tensor> {
     let sequences = sequences(batch)?;
     let documents = documents(batch)?;
@@ -107,6 +108,10 @@ pub(super) fn sequence_sums(model: &dyn LanguageModel, batch: &Batch) -> Result<
         Tensor::try_arange(sequences.count() + 1, (Kind::Int64, losses.device()))?.f_unsqueeze(1)?;
     // A sum over all positions for each sequence, whose order does not depend on threads.
     let is_own = sequences.ids.f_reshape([1, -1])?.f_eq_tensor(&numbers)?;
-    let own = losses.f_where_self(&is_own, &Tensor::f_zeros([], (losses.kind(), losses.device()))?)?;
+    let mut own = losses.f_where_self(&is_own, &Tensor::f_zeros([], (losses.kind(), losses.device()))?)?;
+    if let Some(weights) = &batch.weights {
+        let (of_sequences, of_prompts) = (own.f_narrow(0, 0, sequences.count())?, own.f_narrow(0, -1, 1)?);
+        own = Tensor::f_cat(&[of_sequences, of_prompts.f_mul(&weights.positions.f_reshape([1, -1])?)?], 0)?;
+    }
     Ok(own.f_sum_dim_intlist([1].as_slice(), false, Kind::Float)?.f_neg()?)
 }

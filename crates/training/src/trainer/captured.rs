@@ -37,7 +37,7 @@
 
 use std::collections::VecDeque;
 
-use dataloading::{Batch, Counts, Packing};
+use dataloading::{Batch, Counts, ExampleWeights, Packing};
 use runtime::device::graph::{self, Graph};
 use runtime::memory;
 use runtime::ops::TryScalar;
@@ -86,6 +86,7 @@ struct MicroSignature {
     labelled: usize,
     /// Entries of `cu_seqlens`, if rows are packed.
     starts: Option<usize>,
+    has_weights: bool,
 }
 
 impl MicroSignature {
@@ -93,7 +94,7 @@ impl MicroSignature {
         let bound = labelled_bound(batch.counts.targets, batch.tokens.numel());
         let labelled = bound.and_then(|bound| usize::try_from(bound).ok()).unwrap_or(0);
         let starts = batch.packing.as_ref().map(|packing| packing.starts.len().next_multiple_of(DOCUMENTS));
-        Self { size: batch.tokens.size(), labelled, starts }
+        Self { size: batch.tokens.size(), labelled, starts, has_weights: batch.weights.is_some() }
     }
 }
 
@@ -370,6 +371,9 @@ impl CapturedShape {
         for (to, from) in self.inputs.batches.iter_mut().zip(&micro.batches) {
             to.tokens.f_copy_(&from.tokens)?;
             to.labels.f_copy_(&from.labels)?;
+            if let (Some(to), Some(from)) = (&mut to.weights, &from.weights) {
+                to.positions.f_copy_(&from.positions)?;
+            }
             if let (Some(to), Some(from)) = (&mut to.packing, &from.packing) {
                 to.positions.f_copy_(&from.positions)?;
                 to.document_ids.f_copy_(&from.document_ids)?;
@@ -397,6 +401,10 @@ fn static_batch(batch: &Batch) -> Result<Batch> {
         })
     });
     let counts = Counts { targets: signature.labelled, ..batch.counts };
+    let weights = batch.weights.as_ref().map(|from| -> Result<ExampleWeights> {
+        let &ExampleWeights { total, chosen_targets, .. } = from;
+        Ok(ExampleWeights { positions: like(&from.positions)?, examples: None, total, chosen_targets })
+    });
     Ok(Batch {
         tokens: like(&batch.tokens)?,
         labels: like(&batch.labels)?,
@@ -404,6 +412,7 @@ fn static_batch(batch: &Batch) -> Result<Batch> {
         padding: Vec::new(),
         sequences: None,
         taught: None,
+        weights: weights.transpose()?,
         counts,
     })
 }

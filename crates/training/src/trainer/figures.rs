@@ -13,6 +13,8 @@ use crate::policy::RolloutFigures;
 pub(super) struct Pending {
     pub(super) record: StepRecord,
     pub(super) denominator: f64,
+    /// What the number of correct ones is a part of ([`MicroBatches::predictions`](crate::accumulation::MicroBatches::predictions)).
+    pub(super) predictions: usize,
     /// Chosen or desirable sequences, and the others.
     pub(super) rewarded: [usize; 2],
     /// Of an objective over rewards, the figures of its answers, and their tokens.
@@ -53,7 +55,7 @@ impl Trainer {
         let mut values = values.as_slice();
         // What fails at one step must not keep the later ones, which are not read again, from the observers.
         let mut failed = Ok(());
-        for Pending { mut record, denominator, rewarded, rollout, sums, parts } in
+        for Pending { mut record, denominator, predictions, rewarded, rollout, sums, parts } in
             std::mem::take(&mut self.pending)
         {
             let (own, rest) = values.split_at(sums.numel());
@@ -65,7 +67,7 @@ impl Trainer {
             let is_rated = self.preference.as_ref().is_some_and(|own| own.objective.is_rated());
             let mut more = sums[1..].iter().copied();
             let mut next = |is_there: bool| if is_there { more.next() } else { None };
-            record.accuracy = next(has_accuracy).map(|right| right / denominator);
+            record.accuracy = next(has_accuracy).map(|right| right / predictions.max(1) as f64);
             record.router_aux_loss = next(has_aux);
             let rewards = [next(has_rewards), next(has_rewards)];
             record.rewards = rewards[0]

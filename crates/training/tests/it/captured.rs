@@ -96,6 +96,7 @@ impl Batches for Packed {
             padding: Vec::new(),
             sequences: None,
             taught: None,
+            weights: None,
             counts,
         }))
     }

@@ -205,6 +205,7 @@ fn unequal_micro_batches_give_the_gradients_of_the_whole_batch() {
             padding: Vec::new(),
             sequences: None,
             taught: None,
+            weights: None,
             counts: whole.counts,
         };
         let loss = forward(&model, &part, true, false).unwrap().sum / targets;

@@ -201,6 +201,7 @@ fn a_step_of_unequal_micro_batches_equals_the_whole_batch() {
             padding: Vec::new(),
             sequences: None,
             taught: None,
+            weights: None,
             counts: Counts { targets, ..Counts::default() },
         }
     };

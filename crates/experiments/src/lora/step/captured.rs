@@ -68,6 +68,7 @@ impl Captured {
                 padding: Vec::new(),
                 sequences: None,
                 taught: None,
+                weights: None,
                 counts,
             },
             Value::Null,
