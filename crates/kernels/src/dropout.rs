@@ -17,11 +17,11 @@ use runtime::{Error, Result};
 use tch::{Device, Kind, Tensor};
 
 /// SplitMix64's increment, and the shifts and factors of its first two rounds.
-const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+pub(crate) const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
 const MIX: [(i64, u64); 2] = [(30, 0xbf58_476d_1ce4_e5b9), (27, 0x94d0_49bb_1331_11eb)];
 
 /// Pairs of elements that operators compute at a time, so that the integers of 64 bits on the way take at most 32 MiB.
-const PAIRS: usize = 1 << 20;
+pub(crate) const PAIRS: usize = 1 << 20;
 
 /// The mask of a dropout.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -58,15 +58,7 @@ impl Mask {
     /// # Errors
     /// Errors of libtorch.
     pub fn draw(rate: f64) -> Result<Self> {
-        let seed = match step_seed() {
-            Some(StepSeed { call, on_device: true, .. }) => Seed::Step { call },
-            Some(StepSeed { base, call, .. }) => Seed::Host(hash(base, call + 1)),
-            None => {
-                let drawn = Tensor::f_randint(i64::MAX, [1], (Kind::Int64, Device::Cpu))?;
-                Seed::Host(drawn.f_int64_value(&[0])?.cast_unsigned())
-            }
-        };
-        Ok(Self { rate, seed })
+        Ok(Self { rate, seed: Seed::draw()? })
     }
 
     /// Returns 1 for kept and 0 for dropped elements, in a floating dtype.
@@ -182,8 +174,23 @@ impl Mask {
 }
 
 impl Seed {
+    /// Draws a seed: see [`Mask::draw`].
+    ///
+    /// # Errors
+    /// Errors of libtorch.
+    pub fn draw() -> Result<Self> {
+        Ok(match step_seed() {
+            Some(StepSeed { call, on_device: true, .. }) => Self::Step { call },
+            Some(StepSeed { base, call, .. }) => Self::Host(hash(base, call + 1)),
+            None => {
+                let drawn = Tensor::f_randint(i64::MAX, [1], (Kind::Int64, Device::Cpu))?;
+                Self::Host(drawn.f_int64_value(&[0])?.cast_unsigned())
+            }
+        })
+    }
+
     /// Returns the seed as an int64 `[1]` on a device.
-    fn on(self, device: Device) -> Result<Tensor> {
+    pub(crate) fn on(self, device: Device) -> Result<Tensor> {
         match self {
             Self::Host(seed) => Ok(Tensor::try_full([1], seed.cast_signed(), (Kind::Int64, device))?),
             Self::Step { call } => {
@@ -200,7 +207,7 @@ fn base_of_step() -> Result<Tensor> {
 }
 
 /// The last of SplitMix64's steps, on int64.
-fn mixed(mut z: Tensor) -> Result<Tensor> {
+pub(crate) fn mixed(mut z: Tensor) -> Result<Tensor> {
     // Integers of 64 bits wrap around, and shifts keep the sign, which is masked out.
     let fold = |z: &Tensor, shift: i64| -> Result<Tensor> {
         let bits =
@@ -214,7 +221,7 @@ fn mixed(mut z: Tensor) -> Result<Tensor> {
 }
 
 /// Returns the upper 32 bits.
-fn upper_half(z: &Tensor) -> Result<Tensor> {
+pub(crate) fn upper_half(z: &Tensor) -> Result<Tensor> {
     Ok(z.try_bitwise_right_shift_tensor_scalar(32)?.try_bitwise_and(0xffff_ffffi64)?)
 }
 

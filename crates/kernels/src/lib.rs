@@ -68,3 +68,4 @@ pub mod rope;
 mod simd;
 pub mod stochastic_rounding;
 pub mod swiglu;
+pub mod uniform;

@@ -1,12 +1,15 @@
 //! Token embeddings.
 
+use kernels::dropout::Seed;
 use kernels::quantized::{dequantize, is_quantized};
+use kernels::uniform::noise;
+use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{Error, Result, unknown_token, wrong_placement, wrong_shape};
 use crate::init::Init;
 use crate::linear::positive;
-use crate::module::{Module, Visitor, VisitorMut};
+use crate::module::{Context, Module, Visitor, VisitorMut};
 use crate::token_rows::TokenRows;
 
 /// Changes what an [`Embedding`] looks up: a technique's part of it, such as a low-rank term.
@@ -79,6 +82,33 @@ impl Embedding {
         let ends = [least.f_int64_value(&[]).ok()?, most.f_int64_value(&[]).ok()?];
         let token = ends.into_iter().find(|token| !(0..vocabulary).contains(token))?;
         Some(unknown_token(token, vocabulary))
+    }
+}
+
+/// Adds noise to embeddings `[batch, sequence, width]`: u·s/√width with u uniform in (−1, 1), where s is `strength` `[batch, sequence]`, and
+/// with u a function of a seed of the training step ([`kernels::dropout::Seed::draw`]). NEFTune (Jain et al., arXiv:2310.05914) has s = α/√L, with
+/// L the tokens of the example. The noise is computed in fp32 (fp64 for fp64 embeddings), rounded to their dtype, and has no gradient.
+///
+/// # Errors
+/// Errors of libtorch.
+pub fn add_noise(x_btd: &Tensor, strength: &Tensor) -> Result<Tensor> {
+    let noise = {
+        let _no_grad = tch::no_grad_guard();
+        let size = x_btd.size();
+        let width = size.last().copied().unwrap_or(1) as f64;
+        let wide = if x_btd.kind() == Kind::Double { Kind::Double } else { Kind::Float };
+        let bounds = strength.f_to_kind(wide)?.try_div_scalar(width.sqrt())?.f_unsqueeze(-1)?;
+        let drawn = noise(Seed::draw()?, &size, x_btd.device())?;
+        drawn.f_to_kind(wide)?.f_mul(&bounds)?.f_to_kind(x_btd.kind())?
+    };
+    Ok(x_btd.f_add(&noise)?)
+}
+
+/// Returns embeddings with the noise of a context, if it has any.
+pub(crate) fn noisy(x_btd: Tensor, context: &Context<'_>) -> Result<Tensor> {
+    match context.embedding_noise {
+        None => Ok(x_btd),
+        Some(strength) => add_noise(&x_btd, strength),
     }
 }
 

@@ -17,7 +17,7 @@ use crate::activation::Activation;
 use crate::attention::{AttentionConfig, AttentionPath};
 use crate::decoder_layer::split_heads;
 use crate::dropout::{check_rate, dropout};
-use crate::embedding::Embedding;
+use crate::embedding::{Embedding, noisy};
 use crate::error::{Error, Result};
 use crate::feed_forward::FeedForward;
 use crate::init::Init;
@@ -138,7 +138,8 @@ impl Module for Gpt2 {
 
 impl LanguageModel for Gpt2 {
     fn hidden(&self, input: &Input<'_>) -> Result<Tensor> {
-        let embedded = self.wpe.forward(&self.wte.forward(input.tokens)?, input.positions)?;
+        let embedded = noisy(self.wte.forward(input.tokens)?, &input.context)?;
+        let embedded = self.wpe.forward(&embedded, input.positions)?;
         let mut x = dropout(embedded, self.config.dropout, input.context.training)?;
         for block in &self.blocks {
             x = block.forward(&x, &input.context)?;

@@ -9,7 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::attention::AttentionPath;
 use crate::decoder_layer::TransformerDecoderLayer;
-use crate::embedding::Embedding;
+use crate::embedding::{Embedding, noisy};
 use crate::error::Result;
 use crate::init::Init;
 use crate::linear::{Linear, positive};
@@ -132,7 +132,8 @@ impl Module for Gpt2Like {
 
 impl LanguageModel for Gpt2Like {
     fn hidden(&self, input: &Input<'_>) -> Result<Tensor> {
-        let embedded = self.positions.forward(&self.embedding.forward(input.tokens)?, input.positions)?;
+        let embedded = noisy(self.embedding.forward(input.tokens)?, &input.context)?;
+        let embedded = self.positions.forward(&embedded, input.positions)?;
         self.decoder.forward(&self.hidden_projector.forward(&embedded, &input.context)?, &input.context)
     }
 

@@ -69,7 +69,7 @@ pub use activation::Activation;
 pub use attention::{AttentionPath, Documents};
 pub use decoder::strict_json;
 pub use decoder_layer::TransformerDecoderLayer;
-pub use embedding::{Embedding, EmbeddingChange, look_up};
+pub use embedding::{Embedding, EmbeddingChange, add_noise, look_up};
 pub use error::{Error, Result};
 pub use feed_forward::FeedForward;
 pub use gpt2::{Gpt2, Gpt2Config};

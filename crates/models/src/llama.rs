@@ -67,7 +67,7 @@ pub(crate) use decoder::{EMBEDDING, LM_HEAD};
 use per_layer_input::PerLayerEmbedding;
 use rotary::Rotaries;
 
-use crate::embedding::Embedding;
+use crate::embedding::{Embedding, noisy};
 use crate::error::{self, Error, Result};
 use crate::init::Init;
 use crate::key_value_cache::{CacheShape, RecurrentShape};
@@ -220,6 +220,7 @@ impl LanguageModel for Llama {
         if scale != 1.0 {
             x = x.try_mul_scalar(scale)?;
         }
+        x = noisy(x, &context)?;
         let of_layers =
             self.per_layer.as_ref().map(|part| part.inputs(input.tokens, &x, &context)).transpose()?;
         // Keys and values that later layers attend to, by the layer that made them.

@@ -18,6 +18,7 @@ use runtime::ops::TryScalar;
 use tch::{Device, Kind, Tensor};
 
 use crate::batches::Batches;
+use crate::embedding_noise::strength;
 use crate::error::{Error, Result};
 use crate::policy::Rollout;
 use crate::ranks::BatchPart;
@@ -242,17 +243,23 @@ pub fn forward_with_balance(
     (training, accuracy): (bool, bool),
     balance: Option<&RouterBalance>,
 ) -> Result<LossOutput> {
-    forward_over(model, batch, (training, accuracy), (balance, None))
+    forward_over(model, batch, (training, accuracy), (balance, None), None)
 }
 
-/// [`forward_with_balance`] of this rank's part of each row, if the ranks of `sequence` divide them.
+/// [`forward_with_balance`] of this rank's part of each row, if the ranks of `sequence` divide them; with [noise](crate::embedding_noise) of
+/// this α.
 pub(crate) fn forward_over(
     model: &(impl LanguageModel + ?Sized),
     batch: &Batch,
     (training, accuracy): (bool, bool),
     (balance, sequence): (Option<&RouterBalance>, Option<&Group>),
+    noise: Option<f64>,
 ) -> Result<LossOutput> {
-    let part = sequence.map_or_else(|| BatchPart::whole(batch), |ranks| BatchPart::of(batch, ranks))?;
+    let noise = noise.map(|alpha| strength(batch, alpha)).transpose()?;
+    let part = match sequence {
+        None => BatchPart::whole(batch, noise),
+        Some(ranks) => BatchPart::of(batch, noise, ranks),
+    }?;
     let input = Input {
         tokens: &part.tokens,
         positions: part.positions.as_ref(),
@@ -262,6 +269,7 @@ pub(crate) fn forward_over(
             accuracy,
             labelled_tokens: labelled_bound(batch.counts.targets, part.tokens.numel()),
             label_weights: part.weights.as_ref(),
+            embedding_noise: part.noise.as_ref(),
             balance,
             sequence: part.shard.as_ref(),
             ..Context::default()

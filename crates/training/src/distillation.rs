@@ -51,6 +51,7 @@ use serde::Serialize;
 use tch::{Kind, Tensor};
 
 use crate::accumulation::{documents, labelled_bound};
+use crate::embedding_noise::strength;
 use crate::error::{Error, Result};
 
 pub use top_k::write_top_k;
@@ -105,7 +106,8 @@ impl Distillation {
         self.teacher.as_deref()
     }
 
-    /// Computes the loss of a batch, in training or not, with `accuracy` also the number of correct predictions.
+    /// Computes the loss of a batch, in training or not, with `accuracy` also the number of correct predictions; the student reads it with
+    /// [noise](crate::embedding_noise) of an α.
     ///
     /// # Errors
     /// Tokens that the teacher does not have; errors of either model.
@@ -114,8 +116,9 @@ impl Distillation {
         model: &(impl LanguageModel + ?Sized),
         batch: &Batch,
         (training, accuracy): (bool, bool),
-        balance: Option<&RouterBalance>,
+        (balance, noise): (Option<&RouterBalance>, Option<f64>),
     ) -> Result<DistilledLoss> {
+        let noise = noise.map(|alpha| strength(batch, alpha)).transpose()?;
         let (hidden_btd, teacher);
         let teacher = match (&batch.taught, &self.teacher) {
             (Some(TopK { tokens, log_probabilities }), _) => {
@@ -137,6 +140,7 @@ impl Distillation {
             training,
             accuracy,
             labelled_tokens: labelled_bound(batch.counts.targets, batch.tokens.numel()),
+            embedding_noise: noise.as_ref(),
             label_weights: batch.weights.as_ref().map(|weights| &weights.positions),
             balance,
             ..Context::default()

@@ -72,12 +72,12 @@ pub fn evaluate_over(
     let forward = |batch: &Batch| -> Result<Tensor> {
         let (sum, correct, further) = match distillation {
             Some(distillation) => {
-                let loss = distillation.forward(model, batch, (false, true), None)?;
+                let loss = distillation.forward(model, batch, (false, true), (None, None))?;
                 let further = distillation::parts(&loss)?;
                 (loss.sum, loss.correct, Some(further))
             }
             None => {
-                let output = forward_over(model, batch, (false, true), (None, sequence))?;
+                let output = forward_over(model, batch, (false, true), (None, sequence), None)?;
                 (output.sum, output.correct, None)
             }
         };

@@ -38,6 +38,7 @@ pub mod checkpoint;
 pub mod clip;
 pub mod distillation;
 pub mod divergence;
+pub mod embedding_noise;
 pub mod error;
 pub mod evaluation;
 pub mod interrupt;

@@ -133,7 +133,18 @@ impl Preference {
         batch: &Batch,
         reference_point: Option<&Tensor>,
     ) -> Result<PreferenceSums> {
-        let scores = self.scores(model, batch)?;
+        self.forward_with_noise(model, batch, reference_point, None)
+    }
+
+    /// [`Preference::forward`] with [noise](crate::embedding_noise) of this α in the embeddings of the model that is trained.
+    pub(crate) fn forward_with_noise(
+        &self,
+        model: &dyn LanguageModel,
+        batch: &Batch,
+        reference_point: Option<&Tensor>,
+        noise: Option<f64>,
+    ) -> Result<PreferenceSums> {
+        let scores = self.scores(model, batch, noise)?;
         let given = scores.log_probabilities(sequences(batch)?, reference_point);
         let mut losses = self.objective.losses(&given)?;
         if let Some(weights) = batch.weights.as_ref().and_then(|weights| weights.examples.as_ref()) {
@@ -160,19 +171,19 @@ impl Preference {
             ));
         };
         let _no_grad = tch::no_grad_guard();
-        let Scores { sums, reference, .. } = self.scores(model, &ratings.mismatched)?;
+        let Scores { sums, reference, .. } = self.scores(model, &ratings.mismatched, None)?;
         let reference = reference.map_or_else(|| sums.f_zeros_like(), Ok)?;
         Ok(Some(sums.f_sub(&reference)?.f_sum(Kind::Float)?))
     }
 
-    fn scores(&self, model: &dyn LanguageModel, batch: &Batch) -> Result<Scores> {
+    fn scores(&self, model: &dyn LanguageModel, batch: &Batch, noise: Option<f64>) -> Result<Scores> {
         let sequences = sequences(batch)?;
         let reference = match &sequences.reference {
             _ if !self.objective.has_reference() => None,
             Some(known) => Some(known.shallow_clone()),
             None => Some(self.reference(model, batch)?),
         };
-        let all = sequence_sums(model, batch)?;
+        let all = sequence_sums(model, batch, noise)?;
         let count = sequences.count();
         let sums = all.f_narrow(0, 0, count)?;
         let chosen = match self.objective.chosen_loss() {

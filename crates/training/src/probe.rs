@@ -65,7 +65,7 @@ impl StepProbe {
         let sequence = ranks.as_ref().and_then(Ranks::sequence);
         let counter = Counter::on_this_thread()?;
         for batch in &micro.batches {
-            let output = forward_over(trainer.model.as_ref(), batch, (true, false), (None, sequence))?;
+            let output = forward_over(trainer.model.as_ref(), batch, (true, false), (None, sequence), None)?;
             runtime::autograd::backward(&[&output.sum])?;
             // Every rank computes all of them, or its part of each: a round of one micro-batch of each.
             trainer.optimizer.reduce()?;

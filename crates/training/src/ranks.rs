@@ -93,6 +93,8 @@ pub(crate) struct BatchPart {
     pub(crate) labels: Tensor,
     /// [`ExampleWeights::positions`](dataloading::ExampleWeights).
     pub(crate) weights: Option<Tensor>,
+    /// The strength of the embeddings' noise.
+    pub(crate) noise: Option<Tensor>,
     pub(crate) positions: Option<Tensor>,
     /// Of whole rows.
     pub(crate) documents: Option<Documents>,
@@ -102,11 +104,12 @@ pub(crate) struct BatchPart {
 
 impl BatchPart {
     /// All of a batch.
-    pub(crate) fn whole(batch: &Batch) -> Result<Self> {
+    pub(crate) fn whole(batch: &Batch, noise: Option<Tensor>) -> Result<Self> {
         Ok(Self {
             tokens: batch.tokens.shallow_clone(),
             labels: batch.labels.shallow_clone(),
             weights: batch.weights.as_ref().map(|weights| weights.positions.shallow_clone()),
+            noise,
             positions: batch.packing.as_ref().map(|packing| packing.positions.shallow_clone()),
             documents: documents(batch)?,
             shard: None,
@@ -114,7 +117,7 @@ impl BatchPart {
     }
 
     /// The part of this rank among those that divide each row. Rows get padding at their end, so that the parts are equal.
-    pub(crate) fn of(batch: &Batch, ranks: &Group) -> Result<Self> {
+    pub(crate) fn of(batch: &Batch, noise: Option<Tensor>, ranks: &Group) -> Result<Self> {
         let (rows, tokens) = batch.tokens.size2()?;
         let length = (tokens as u64).next_multiple_of(ranks.size() as u64) as i64;
         let (shard, padding) = (SequenceShard::new(ranks, length)?, length - tokens);
@@ -148,6 +151,7 @@ impl BatchPart {
             tokens: cut(&batch.tokens, 0)?,
             labels: cut(&batch.labels, IGNORE_INDEX)?,
             weights: batch.weights.as_ref().map(|weights| cut(&weights.positions, 0)).transpose()?,
+            noise: noise.map(|noise| cut(&noise, 0)).transpose()?,
             positions: Some(positions),
             documents,
             shard: Some(shard),

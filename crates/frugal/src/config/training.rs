@@ -34,6 +34,10 @@ pub struct TrainingConfig {
     /// for those of a batch, or fewer if a budget needs that.
     #[serde(skip_serializing_if = "Option::is_none", alias = "rows_at_once")]
     pub micro_batch_size: Option<usize>,
+    /// α of the noise that embeddings get in training, uniform in ±α/√(L·d) for an example of L tokens and embeddings of d numbers (NEFTune,
+    /// [`training::embedding_noise`]); absent or 0 for none. Published trainings have 5 to 15.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub neftune_noise_alpha: Option<f64>,
     /// Ranks that divide each row of tokens among them (sequence parallelism), for rows that are too long for one: the activations of each
     /// are those of its part. It divides the number of ranks and the model's attention heads.
     pub sequence_parallel_size: usize,
@@ -77,6 +81,7 @@ impl Default for TrainingConfig {
             batch: 4,
             accumulation: 4,
             micro_batch_size: None,
+            neftune_noise_alpha: None,
             sequence_parallel_size: 1,
             checkpoint_every: CheckpointEvery::default(),
             keep: 2,

@@ -100,6 +100,10 @@ pub(super) fn values(config: &Config) -> Result<()> {
             expected: "a coefficient of 0 or more",
         });
     }
+    if let Some(alpha) = training.neftune_noise_alpha.filter(|alpha| !(alpha.is_finite() && *alpha >= 0.0)) {
+        let (key, expected) = ("training.neftune_noise_alpha", "0 or more, such as 5");
+        return Err(Error::Value { key, found: alpha.to_string(), expected });
+    }
     config.objective.preference()?;
     let own = &config.objective;
     let has_files = own.teacher_top_k.is_some() && own.teacher_files.is_some();

@@ -62,7 +62,7 @@ const REWARDS: Setting = named(objective, |config| config.objective.kind == Obje
 const DISTILLATION: Setting = named(objective, |config| config.objective.kind == ObjectiveKind::Distillation);
 const PLAIN: Setting = when("`loss.head = \"plain\"`", |config| config.loss.head == LossHeadKind::Plain);
 
-static RULES: [Rule; 49] = [
+static RULES: [Rule; 50] = [
     (
         when("`offload.method = \"one-layer\"`", |config| method(config) == Some(OffloadMethod::OneLayer)),
         when("training", |_| true),
@@ -307,6 +307,14 @@ static RULES: [Rule; 49] = [
         }),
         "the loss of a router is that of a batch whose tokens are all learned",
         "leave `loss.router_aux_loss` out",
+    ),
+    (
+        REWARDS,
+        when("`training.neftune_noise_alpha`", |config| {
+            config.training.neftune_noise_alpha.is_some_and(|alpha| alpha > 0.0)
+        }),
+        "a reward is for the answer that the model gives without noise",
+        "leave `training.neftune_noise_alpha` out",
     ),
     (REWARDS, EXPERTS, "each token of an answer would read experts from the disk", "leave `experts` out"),
     (

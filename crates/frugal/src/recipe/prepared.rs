@@ -207,6 +207,7 @@ impl Prepared {
             accumulation: training.accumulation,
             rows: training.micro_batch_size.filter(|rows| *rows < training.batch),
             clip: (own.clip > 0.0).then_some(own.clip),
+            embedding_noise: training.neftune_noise_alpha.unwrap_or(0.0),
             router_aux_loss: config.loss.router_aux_loss.unwrap_or(0.0),
             log_every: training.log_every,
             evaluate_every: training.evaluate_every,

@@ -53,7 +53,7 @@ fn trained(family: Family, config: &Config, captured: bool, ready: impl FnOnce()
         shuffle: Some(1),
         ..Layout::default()
     };
-    let mut data = MaskedBatches::new(rows(), layout, Device::Cpu).map_err(|error| text(&error))?;
+    let mut data = MaskedBatches::new(rows(false), layout, Device::Cpu).map_err(|error| text(&error))?;
     let (mut trainer, _handles) = prepared.trainer(STEPS).map_err(|error| text(&error))?;
     let figures = Figures::default();
     trainer.observers.push(Box::new(figures.clone()));

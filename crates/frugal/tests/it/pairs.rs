@@ -26,20 +26,22 @@ use serde_json::json;
 use tch::{Device, Kind, Tensor};
 
 use crate::blocks_file::Shape;
-use crate::techniques::{Family, Promise, TECHNIQUES, Technique};
+use crate::techniques::{Family, Promise, TECHNIQUES, Technique, WEIGHTS};
 
 /// Rows of an epoch, which is one step.
 pub(crate) const ROWS: usize = 8;
 const VOCABULARY: i64 = 61;
 const STEPS: u64 = 2;
 
-pub(crate) fn rows() -> Vec<MaskedRow> {
+/// Rows of a training; with other weights of examples, if it `has_weights`.
+pub(crate) fn rows(has_weights: bool) -> Vec<MaskedRow> {
     let row = |number: i64| {
         let length = 5 + number % 5;
         let tokens: Vec<i64> = (0..length).map(|at| (7 * number + 5 * at * at + 3) % VOCABULARY).collect();
         let labels = (0..).zip(&tokens).map(|(at, id)| if at < 2 { -100 } else { *id }).collect();
         // Every second one is an undesirable answer, for an objective over rated ones.
-        MaskedRow { tokens, labels, weight: if number % 2 == 0 { 1.0 } else { -1.0 } }
+        let weight = if has_weights { [0.5, 3.0, 1.25][number as usize % 3] } else { 1.0 };
+        MaskedRow { tokens, labels, weight: if number % 2 == 0 { weight } else { -weight } }
     };
     (0..ROWS as i64).map(row).collect()
 }
@@ -184,14 +186,15 @@ pub(crate) fn run_over(
         grouping,
         ..Layout::default()
     };
-    let mut data = MaskedBatches::new(rows(), layout, Device::Cpu)?;
+    let has_weights = techniques.iter().any(|technique| technique.group == WEIGHTS);
+    let mut data = MaskedBatches::new(rows(has_weights), layout, Device::Cpu)?;
     let mut prepared = prepare(&recipe, family)?;
     if config.objective.teacher.is_some() {
         prepared = prepared.with_teacher(teacher());
     }
     let first = data.next()?.unwrap();
     prepared.plan_activations(&first)?;
-    let mut data = MaskedBatches::new(rows(), layout, Device::Cpu)?;
+    let mut data = MaskedBatches::new(rows(has_weights), layout, Device::Cpu)?;
     outcome(prepared, &mut data, |trainer, _| {
         trainer.options.overflow = overflow;
         Ok(())
@@ -327,8 +330,13 @@ fn without(set: &[usize], out: usize) -> Vec<usize> {
     set.iter().enumerate().filter(|(at, _)| *at != out).map(|(_, index)| *index).collect()
 }
 
+/// Groups of techniques that give a position another place in a micro-batch, and so other noise.
+const LAYOUTS: [&str; 3] = ["accumulation", "rows", "packing"];
+
 pub(crate) fn distinct(set: &[usize]) -> bool {
-    set.windows(2).all(|pair| TECHNIQUES[pair[0]].group != TECHNIQUES[pair[1]].group)
+    let has = |groups: &[&str]| set.iter().any(|index| groups.contains(&TECHNIQUES[*index].group));
+    !(has(&["noise"]) && has(&LAYOUTS))
+        && set.windows(2).all(|pair| TECHNIQUES[pair[0]].group != TECHNIQUES[pair[1]].group)
         && TECHNIQUES[set[0]].group != TECHNIQUES[set[set.len() - 1]].group
 }
 

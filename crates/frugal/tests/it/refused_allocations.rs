@@ -35,11 +35,11 @@ impl Training {
             shuffle: Some(1),
             ..Layout::default()
         };
-        let mut data = MaskedBatches::new(rows(), layout, Device::Cpu).unwrap();
+        let mut data = MaskedBatches::new(rows(false), layout, Device::Cpu).unwrap();
         let mut prepared = prepare(&recipe, Family::Llama).ok()?;
         let first = data.next().unwrap().unwrap();
         prepared.plan_activations(&first).unwrap();
-        let data = MaskedBatches::new(rows(), layout, Device::Cpu).unwrap();
+        let data = MaskedBatches::new(rows(false), layout, Device::Cpu).unwrap();
         let (trainer, handles) = prepared.trainer(9).unwrap();
         let mut training = Self { trainer, data, _handles: handles };
         training.advance(steps).unwrap();

@@ -61,7 +61,10 @@ fn offloaded(config: &mut Config, method: OffloadMethod) {
     config.offload = Some(OffloadConfig { method, ring: 2, ..OffloadConfig::default() });
 }
 
-pub(crate) const TECHNIQUES: [Technique; 32] = [
+/// The group of the technique that gives rows other weights.
+pub(crate) const WEIGHTS: &str = "weights";
+
+pub(crate) const TECHNIQUES: [Technique; 34] = [
     Technique {
         name: "LoRA",
         group: "adapter",
@@ -289,6 +292,14 @@ pub(crate) const TECHNIQUES: [Technique; 32] = [
             );
         },
     },
+    Technique {
+        name: "noise of embeddings",
+        group: "noise",
+        promise: Promise::Nothing,
+        set: |config, _| config.training.neftune_noise_alpha = Some(5.0),
+    },
+    // Of the data: the rows of every training that has this technique.
+    Technique { name: "weights of examples", group: WEIGHTS, promise: Promise::Nothing, set: |_, _| {} },
     Technique {
         name: "packing",
         group: "packing",

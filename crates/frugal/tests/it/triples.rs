@@ -8,7 +8,7 @@ use crate::pairs::{base, cross, distinct};
 use crate::techniques::{Family, TECHNIQUES};
 
 /// Settings of the loop, which meet each pair once; of the others every triple runs that a recipe takes.
-const SETTINGS: [&str; 4] = ["rows", "clipping", "freezing", "accumulation"];
+const SETTINGS: [&str; 6] = ["rows", "clipping", "freezing", "accumulation", "noise", "weights"];
 
 #[test]
 fn every_triple_of_full_fine_tuning_keeps_its_promises() {

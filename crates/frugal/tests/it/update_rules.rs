@@ -74,7 +74,7 @@ fn config(rule: &Technique, set: impl Fn(&mut Config)) -> Config {
 
 fn data() -> MaskedBatches {
     let layout = Layout { batch: ROWS, shuffle: Some(1), ..Layout::default() };
-    MaskedBatches::new(rows(), layout, Device::Cpu).unwrap()
+    MaskedBatches::new(rows(false), layout, Device::Cpu).unwrap()
 }
 
 /// Trains for four steps; with a folder, from the checkpoints there, written every second step. Returns weights and state.

@@ -20,6 +20,7 @@ const TRAINING: Context<'_> = Context {
     accuracy: false,
     labelled_tokens: None,
     label_weights: None,
+    embedding_noise: None,
     balance: None,
     sequence: None,
 };

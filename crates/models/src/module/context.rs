@@ -27,6 +27,8 @@ pub struct Context<'a> {
     pub labelled_tokens: Option<i64>,
     /// `[batch, sequence]`, fp32: the factor of the loss of each label, in [`LossHead::loss`](super::LossHead::loss); `None` for 1.
     pub label_weights: Option<&'a Tensor>,
+    /// `[batch, sequence]`, fp32: the strength of the noise of each token's embedding ([`add_noise`](crate::add_noise)); `None` for no noise.
+    pub embedding_noise: Option<&'a Tensor>,
     /// The sums of the load-balancing loss of the routers, if it is to be computed.
     pub balance: Option<&'a RouterBalance>,
     /// This rank's part of the rows, whose tokens the input has; `None` for whole rows. `documents` are those of whole rows, and
@@ -76,6 +78,8 @@ impl OwnedContext {
             accuracy,
             labelled_tokens,
             label_weights: self.label_weights.as_ref(),
+            // No block embeds tokens.
+            embedding_noise: None,
             balance: self.balance.as_ref(),
             sequence: self.sequence.as_ref(),
         }

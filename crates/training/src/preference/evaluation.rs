@@ -52,7 +52,7 @@ pub fn evaluate(
             + i64::from(objective.is_rated()))
     };
     let all = in_turns(batches, ranks, numbers, |batch| {
-        let scores = preference.scores(model, batch)?;
+        let scores = preference.scores(model, batch, None)?;
         let single = [scores.chosen, preference.divergence(model, batch)?];
         let single = single.into_iter().flatten().map(|number| number.f_reshape([1]));
         let parts = std::iter::once(Ok(scores.sums)).chain(scores.reference.map(Ok)).chain(single);

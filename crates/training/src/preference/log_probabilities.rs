@@ -11,6 +11,7 @@ use tch::{Device, Kind, Tensor};
 use super::sequences;
 use crate::accumulation::{documents, labelled_bound};
 use crate::batches::Batches;
+use crate::embedding_noise::strength;
 use crate::error::Result;
 use crate::masked_rows::MaskedBatches;
 use crate::ranks::Ranks;
@@ -21,7 +22,7 @@ use crate::ranks::Ranks;
 /// A batch without [`Sequences`](dataloading::Sequences); errors of the model.
 pub fn log_probabilities(model: &dyn LanguageModel, batch: &Batch) -> Result<Tensor> {
     let _no_grad = tch::no_grad_guard();
-    Ok(sequence_sums(model, batch)?.f_narrow(0, 0, sequences(batch)?.count())?)
+    Ok(sequence_sums(model, batch, None)?.f_narrow(0, 0, sequences(batch)?.count())?)
 }
 
 /// Returns the log-probabilities of the rows of a source, as [`MaskedBatches::with_reference`] takes them. Ranks divide the batches among
@@ -90,9 +91,10 @@ pub(super) fn in_turns(
 }
 
 /// Returns the log-probability of the labels of each sequence of a batch, and behind them that of prompts, each token of which counts with
-/// the weight of its example: `[sequences + 1]`.
-pub(super) fn sequence_sums(model: &dyn LanguageModel, batch: &Batch) -> Result<Tensor> {
+/// the weight of its example: `[sequences + 1]`. With [noise](crate::embedding_noise) of this α, if there is one.
+pub(super) fn sequence_sums(model: &dyn LanguageModel, batch: &Batch, noise: Option<f64>) -> Result<Tensor> {
     let sequences = sequences(batch)?;
+    let noise = noise.map(|alpha| strength(batch, alpha)).transpose()?;
     let documents = documents(batch)?;
     let input = Input {
         tokens: &batch.tokens,
@@ -100,6 +102,7 @@ pub(super) fn sequence_sums(model: &dyn LanguageModel, batch: &Batch) -> Result<
         context: Context {
             documents: documents.as_ref(),
             labelled_tokens: labelled_bound(batch.counts.targets, batch.tokens.numel()),
+            embedding_noise: noise.as_ref(),
             ..Context::default()
         },
     };

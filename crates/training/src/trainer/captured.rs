@@ -169,6 +169,11 @@ impl Trainer {
         } else {
             return Some("the model is on several devices".to_owned());
         }
+        if self.options.embedding_noise > 0.0 {
+            return Some(
+                "the noise of embeddings (NEFTune) depends on lengths that the host knows".to_owned(),
+            );
+        }
         if self.optimizer.ranks().is_some() {
             return Some("ranks communicate during a step".to_owned());
         }

@@ -42,6 +42,9 @@ impl Description {
             set("rows at a time", rows.to_string());
         }
         set("clip", clip);
+        if options.embedding_noise > 0.0 {
+            set("noise of embeddings", options.embedding_noise.to_string());
+        }
         set("non-finite gradients", format!("{:?}", options.non_finite));
         set("overflowing gradients", format!("{:?}", options.overflow));
         for group in trainer.optimizer.groups() {

@@ -54,6 +54,8 @@ pub struct TrainerConfig {
     pub accuracy: bool,
     /// The coefficient of the load-balancing loss ([`RouterBalance`]), for a model with a mixture of experts; 0 for none.
     pub router_aux_loss: f64,
+    /// α of the noise that embeddings get in training (NEFTune, [`embedding_noise`](crate::embedding_noise)); 0 for none.
+    pub embedding_noise: f64,
     /// Steps between reading losses from the device.
     pub log_every: u64,
     /// Steps between evaluations.
@@ -88,6 +90,7 @@ impl Default for TrainerConfig {
             zero_grad: ZeroGrad::default(),
             accuracy: false,
             router_aux_loss: 0.0,
+            embedding_noise: 0.0,
             log_every: 10,
             evaluate_every: None,
             patience: None,
@@ -110,6 +113,11 @@ impl TrainerConfig {
         }
         if self.patience == Some(0) {
             let reason = "a patience of 0 evaluations; expected at least 1";
+            return Err(Error::config("training", reason));
+        }
+        if !(self.embedding_noise.is_finite() && self.embedding_noise >= 0.0) {
+            let reason =
+                format!("noise of embeddings with the α {}; expected 0 or more", self.embedding_noise);
             return Err(Error::config("training", reason));
         }
         if !(self.router_aux_loss.is_finite() && self.router_aux_loss >= 0.0) {

@@ -38,6 +38,7 @@ impl Trainer {
         reference_point: Option<&Tensor>,
     ) -> Result<Passed> {
         let (model, batch) = (self.model.as_ref(), &step.batches[number]);
+        let noise = Some(self.options.embedding_noise).filter(|alpha| *alpha > 0.0);
         if let (Some(policy), Some(rollout)) = (&self.policy, &step.rollout) {
             let PolicySums { loss: sum, figures } = policy.forward(model, batch, &rollout.samples[number])?;
             let output = LossOutput { sum, correct: None };
@@ -48,16 +49,17 @@ impl Trainer {
                 let reason = "ranks divide a row, and a teacher reads whole ones";
                 return Err(Error::config("distillation", reason));
             }
-            let loss = distillation.forward(model, batch, (true, self.options.accuracy), balance)?;
+            let loss = distillation.forward(model, batch, (true, self.options.accuracy), (balance, noise))?;
             let distilled = Some(distillation::parts(&loss)?);
             let output = LossOutput { sum: loss.sum, correct: loss.correct };
             return Ok(Passed { output, rewards: None, policy: None, distilled });
         }
         let Some(preference) = &self.preference else {
-            let output = forward_over(model, batch, (true, self.options.accuracy), (balance, sequence))?;
+            let mode = (true, self.options.accuracy);
+            let output = forward_over(model, batch, mode, (balance, sequence), noise)?;
             return Ok(Passed { output, rewards: None, policy: None, distilled: None });
         };
-        let sums = preference.forward(model, batch, reference_point)?;
+        let sums = preference.forward_with_noise(model, batch, reference_point, noise)?;
         let sum = sums.total(&preference.objective, step)?;
         let output = LossOutput { sum, correct: Some(sums.correct) };
         Ok(Passed { output, rewards: Some(sums.rewards), policy: None, distilled: None })

@@ -58,7 +58,7 @@ fn run(batch: usize, packed: Option<usize>) -> ([f64; 3], Vec<Tensor>) {
     let step = fetch(&mut batches(batch, packed), usize::MAX).unwrap().unwrap();
     let mut sums = [0.0; 3];
     for batch in &step.batches {
-        let loss = distillation.forward(&student, batch, (true, false), None).unwrap();
+        let loss = distillation.forward(&student, batch, (true, false), (None, None)).unwrap();
         runtime::autograd::backward(&[&(&loss.sum / step.targets as f64)]).unwrap();
         let parts = [&loss.sum, &loss.divergence, &loss.cross_entropy];
         sums.iter_mut().zip(parts).for_each(|(sum, part)| *sum += part.double_value(&[]));
@@ -167,7 +167,7 @@ fn the_ends_of_the_mixture_are_the_teacher_and_the_labels() {
         let config = DistillationConfig { label_weight, ..DistillationConfig::default() };
         let student = model(16, 1, 3);
         let distillation = Distillation::new(Box::new(teacher), config).unwrap();
-        let loss = distillation.forward(&student, &batch, (true, false), None).unwrap();
+        let loss = distillation.forward(&student, &batch, (true, false), (None, None)).unwrap();
         runtime::autograd::backward(&[&loss.sum]).unwrap();
         let gradients: Vec<Tensor> = module::trainable(&student).iter().map(|(_, own)| own.grad()).collect();
         (loss.sum.double_value(&[]), gradients)
@@ -219,7 +219,7 @@ fn run_with_file(k: usize, batch: usize, packed: Option<usize>) -> (f64, Vec<Ten
     let step = fetch(&mut source, usize::MAX).unwrap().unwrap();
     let mut sum = 0.0;
     for batch in &step.batches {
-        let loss = distillation.forward(&student, batch, (true, false), None).unwrap();
+        let loss = distillation.forward(&student, batch, (true, false), (None, None)).unwrap();
         runtime::autograd::backward(&[&(&loss.sum / step.targets as f64)]).unwrap();
         sum += loss.sum.double_value(&[]);
     }
@@ -233,7 +233,7 @@ fn run_with_teacher() -> (f64, Vec<Tensor>) {
     let student = model(16, 1, 3);
     let distillation = Distillation::new(Box::new(model(24, 2, 5)), config).unwrap();
     let step = fetch(&mut batches(8, None), usize::MAX).unwrap().unwrap();
-    let loss = distillation.forward(&student, &step.batches[0], (true, false), None).unwrap();
+    let loss = distillation.forward(&student, &step.batches[0], (true, false), (None, None)).unwrap();
     runtime::autograd::backward(&[&(&loss.sum / step.targets as f64)]).unwrap();
     let gradients = module::trainable(&student).iter().map(|(_, tensor)| tensor.grad()).collect();
     (loss.sum.double_value(&[]) / step.targets as f64, gradients)

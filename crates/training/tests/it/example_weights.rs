@@ -129,7 +129,8 @@ fn a_weight_is_a_number_of_pairs_or_rated_answers() {
     for objective in OBJECTIVES {
         let is_rated = objective.is_rated();
         let rated = |rows: Vec<MaskedRow>| -> Vec<MaskedRow> {
-            let sign = |row: MaskedRow| if is_rated && row.tokens.len() % 2 == 0 { -1.0 } else { 1.0 };
+            let sign =
+                |row: MaskedRow| if is_rated && row.tokens.len().is_multiple_of(2) { -1.0 } else { 1.0 };
             rows.into_iter().map(|row| MaskedRow { weight: row.weight * sign(row.clone()), ..row }).collect()
         };
         let of_example = if is_rated { 1 } else { 2 };
