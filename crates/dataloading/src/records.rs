@@ -35,6 +35,7 @@ mod prompt_templates;
 mod rated;
 mod record_format;
 mod splits;
+mod weight;
 
 use std::fmt;
 use std::path::Path;
@@ -51,6 +52,7 @@ pub use content::Content;
 pub use prompt_templates::PromptTemplates;
 pub use record_format::{DETECTED_ROWS, Detected, RecordFormat};
 pub use splits::Splits;
+pub use weight::WEIGHT;
 
 /// Where a record is.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]

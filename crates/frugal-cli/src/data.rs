@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use anyhow::bail;
 use clap::{Args, Subcommand, ValueEnum as _};
 use frugal::companion_files::CompanionFiles;
-use frugal::config::{DataConfig, DataFormat};
+use frugal::config::{DataConfig, DataFormat, MixtureSource};
 use frugal::dataloading::records::Splits;
 use frugal::rows::{self, Counts, Found, RowEncoder};
 use frugal::training::masked_rows::MaskedRow;
@@ -53,9 +53,9 @@ pub(crate) fn run(common: &Common, arguments: &Data) -> anyhow::Result<()> {
 /// Data, and the model that reads them.
 #[derive(Args)]
 struct SourceArgs {
-    /// A file of records, a text file, or a folder with train.*
-    #[arg(value_name = "DATA")]
-    data: String,
+    /// A file of records, a text file, or a folder with train.*; `stats` takes several, each with its weight in a mixture: a.jsonl=0.7 b.jsonl=0.3
+    #[arg(value_name = "DATA", required = true)]
+    data: Vec<String>,
     /// The model that reads it: a folder in Hugging Face's layout, a name on the hub, or the output folder of a training
     #[arg(long, value_name = "NAME_OR_FOLDER")]
     model: String,
@@ -92,18 +92,38 @@ type Each<'a> =
     dyn FnMut(&str, frugal::Result<(Vec<MaskedRow>, Counts)>) -> anyhow::Result<ControlFlow<()>> + 'a;
 
 impl SourceArgs {
+    /// Opens the only source.
     fn open(&self, common: &Common) -> anyhow::Result<Source> {
+        match &self.data[..] {
+            [path] => self.open_at(common, path),
+            _ => bail!("{} sources; give one at a time (`frugal data stats` takes several)", self.data.len()),
+        }
+    }
+
+    /// The sources of a mixture, each with its weight; `None` for one without.
+    fn mixture(&self) -> anyhow::Result<Option<Vec<MixtureSource>>> {
+        if let [path] = &self.data[..]
+            && (Path::new(path).exists() || !path.contains('='))
+        {
+            return Ok(None);
+        }
+        let sources = self.data.iter().map(|text| text.parse().map_err(anyhow::Error::msg));
+        sources.collect::<anyhow::Result<_>>().map(Some)
+    }
+
+    fn open_at(&self, common: &Common, path: &str) -> anyhow::Result<Source> {
         let mut target = Target::find(&self.model, WhichArgs::default())?;
         // Rows are made as in the training, but for the format, which belongs to its data.
         let mut data = DataConfig {
-            source: self.data.clone(),
+            source: path.to_owned(),
+            mixture: Vec::new(),
             format: DataFormat::default(),
             ..target.data.take().unwrap_or_default()
         };
         let before = data.clone();
         data = self.rows.data(&data)?;
-        let check = self.check_command(&flags_of_rows(&data, &before));
-        let splits = Splits::find(Path::new(&self.data))?;
+        let check = self.check_command(path, &flags_of_rows(&data, &before));
+        let splits = Splits::find(Path::new(path))?;
         let found = found(&splits, &data)?;
         common.note(&found_text(&found, &splits, &data));
         let files = match self.split {
@@ -112,7 +132,7 @@ impl SourceArgs {
             Split::Test => splits.test,
         };
         if files.is_empty() {
-            bail!("{} has no such split; leave out --split", self.data);
+            bail!("{path} has no such split; leave out --split");
         }
         let folder = target.open(&self.hub)?;
         let companions = CompanionFiles::of(&folder, target.adapter.as_deref(), &data)?;
@@ -125,9 +145,9 @@ impl SourceArgs {
     }
 
     /// The command that lists the wrong records of the same rows, whose flags are given.
-    fn check_command(&self, flags: &str) -> String {
+    fn check_command(&self, path: &str, flags: &str) -> String {
         let mut command =
-            format!("frugal data check {} --model {}", shell_word(&self.data), shell_word(&self.model));
+            format!("frugal data check {} --model {}", shell_word(path), shell_word(&self.model));
         if let Some(revision) = &self.hub.revision {
             command += &format!(" --revision {}", shell_word(revision));
         }

@@ -371,6 +371,10 @@ fn batches(
         grouping: config.objective.grouping()?,
     };
     let train = MaskedBatches::over(&data.train, layout, job.device)?;
+    let train = match config.data.mixed()? {
+        Some(mixture) => train.with_mixture(mixture)?,
+        None => train,
+    };
     let validation = (!data.validation.is_empty())
         .then(|| MaskedBatches::over(&data.validation, layout.of_evaluation(), job.device))
         .transpose()?;

@@ -81,13 +81,17 @@ pub(crate) fn run(common: &Common, arguments: &Resume) -> anyhow::Result<()> {
 /// Refuses a run whose data are gone: the paths in its configuration are absolute.
 fn check_data(config: &Config) -> anyhow::Result<()> {
     let source = Some(Path::new(&config.data.source));
-    let files =
+    let own =
         [("training", "source", source), ("validation", "validation", config.data.validation.as_deref())];
+    let mixed =
+        config.data.mixture.iter().map(|source| ("training", "mixture", Some(Path::new(&source.source))));
+    let files = own.into_iter().chain(mixed);
     for (what, key, path) in files {
         if let Some(path) = path.filter(|path| path.is_absolute() && !path.exists()) {
             bail!(
-                "the run's {what} data are missing: {}; put them back, or name their new place: --set data.{key}=PATH",
-                path.display()
+                "the run's {what} data are missing: {}; put them back, or name their new place: --set data.{key}={}",
+                path.display(),
+                if key == "mixture" { "'[\"PATH=WEIGHT\", …]'" } else { "PATH" }
             );
         }
     }

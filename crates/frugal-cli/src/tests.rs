@@ -23,6 +23,7 @@ mod guide;
 #[path = "../tests/it/guide_commands.rs"]
 mod guide_commands;
 mod heads;
+mod mixture;
 mod models;
 mod new_tokens;
 mod nf4;

@@ -7,6 +7,7 @@ use serde_json::{Map, Value};
 use super::content::names;
 use super::messages::is_near;
 use super::rated;
+use super::weight::WEIGHT;
 use super::{FileKind, Record};
 use crate::error::{Error, Result};
 
@@ -151,7 +152,8 @@ impl Detected {
             for name in record.fields.keys() {
                 let name_of = name.as_str();
                 let is_read = format.fields(text_field).contains(&name_of)
-                    || format.beside(&record.fields).contains(&name_of);
+                    || format.beside(&record.fields).contains(&name_of)
+                    || name_of == WEIGHT;
                 if !is_read && !ignored.contains(name) {
                     ignored.push(name.clone());
                 }

@@ -74,67 +74,81 @@ impl Data {
         template: Option<ChatTemplate>,
     ) -> anyhow::Result<Self> {
         let own = &config.data;
-        let path = Path::new(&own.source);
         let ends = Ends::find(folder, companions, own)?;
         ends.note_context(common, folder, own);
-        if own.source.is_empty() {
-            bail!("`data.source` is missing; give the training data as --data");
-        }
-        if !path.exists() {
-            bail!(
-                "{} does not exist; give a file of records (.jsonl, .json, .csv, .parquet), a text file, or a folder with \
-                 train.*",
-                path.display()
-            );
+        let paths = own.sources()?;
+        for path in &paths {
+            if !Path::new(path).exists() {
+                bail!(
+                    "{path} does not exist; give a file of records (.jsonl, .json, .csv, .parquet), a text file, or a folder with \
+                     train.*"
+                );
+            }
         }
         if let Some(path) = own.validation.as_deref().filter(|path| !path.is_file()) {
             bail!("--validation {}: no such file", path.display());
         }
-        let mut splits = Splits::find(path)?;
-        let found = found(&splits, own)?;
-        if let Some(file) = own.validation.clone().filter(|_| found != Found::Gsm8k) {
-            splits.validation = vec![file];
+        let sources = paths.iter().map(|path| Source::find(path, own)).collect::<anyhow::Result<Vec<_>>>()?;
+        let is_mixed = !own.mixture.is_empty();
+        if let Some(source) = sources.iter().find(|source| is_mixed && source.found == Found::Gsm8k) {
+            bail!(
+                "--mixture {}: GSM8K has prompts and splits of its own, which are not mixed; give its file as questions and answers \
+                 (`--format question-answer`)",
+                source.path
+            );
         }
-        common.note(&found_text(&found, &splits, own));
-        let has_validation = found == Found::Gsm8k || !splits.validation.is_empty();
-        check_objective(config, &found)?;
-        unread::refuse_for_data(common, config, &found, has_validation)?;
-        let is_chat = matches!(found, Found::Records(_)) && template.is_some();
+        let is_chat =
+            sources.iter().any(|source| matches!(source.found, Found::Records(_))) && template.is_some();
         let turn_end = template.as_ref().and_then(|template| turn_end(template, &ends.tokenizer));
-        let (train, validation) = match &found {
-            Found::Gsm8k => problems(common, config, folder, &ends)?,
+        let has_validation = sources.iter().all(Source::has_validation) || own.validation.is_some();
+        for source in &sources {
+            common.note(&found_text(&source.found, &source.splits, own));
+            check_objective(config, &source.found)?;
+            unread::refuse_for_data(common, config, &source.found, has_validation)?;
+        }
+        let (train, mut validation) = match &sources[..] {
+            [source] if source.found == Found::Gsm8k => problems(common, config, folder, &ends)?,
             _ => {
-                let is_without = splits.validation.is_empty() && own.held_out <= 0.0;
-                if config.training.evaluate_every.is_some() && is_without {
+                let none = sources.iter().all(|source| source.splits.validation.is_empty());
+                if config.training.evaluate_every.is_some()
+                    && none
+                    && own.validation.is_none()
+                    && own.held_out <= 0.0
+                {
                     bail!(NO_VALIDATION);
                 }
                 let encoder = encoder(folder, template, own, &ends)?;
-                note_template(common, (&encoder, own), &found);
-                let read = |files: &[PathBuf], which: &str, limit| match files.is_empty() {
-                    true => Ok(MaskedRows::default()),
-                    false => records(common, &encoder, &found, files, which, limit)
-                        .map_err(|error| name_check(error, &files[0], config)),
-                };
-                let together = rows_of_record(config, &found)?;
-                let train =
-                    read(&splits.train, "training", own.limit.map(|limit| limit.saturating_mul(together)))?;
-                if splits.validation.is_empty() {
-                    held_out(common, config, &train, together)?
+                let mut parts = (Vec::new(), Vec::new());
+                for source in &sources {
+                    note_template(common, (&encoder, own), &source.found);
+                    let (train, validation) = source.read(common, config, &encoder)?;
+                    parts.0.push(train);
+                    parts.1.push(validation);
+                }
+                if !is_mixed {
+                    (parts.0.remove(0), parts.1.remove(0))
                 } else {
-                    (train, read(&splits.validation, "validation", None)?)
+                    (MaskedRows::join(parts.0), MaskedRows::join(parts.1))
                 }
             }
         };
+        let mut validation_files: Vec<PathBuf> =
+            sources.iter().flat_map(|source| source.splits.validation.clone()).collect();
+        if let (Some(file), true) = (&own.validation, is_mixed) {
+            let whole = Source::of_file(file, own)?;
+            let encoder = encoder(folder, companions.chat_template(own)?, own, &ends)?;
+            validation = whole.rows(common, config, (&encoder, "validation"), &whole.splits.train, None)?;
+            validation_files = vec![file.clone()];
+        }
         if config.training.evaluate_every.is_some() && validation.is_empty() {
             bail!(NO_VALIDATION);
         }
-        let has_answers = found != Found::Text;
-        let validation_files = if found == Found::Gsm8k { Vec::new() } else { splits.validation };
+        let has_answers = sources.iter().any(|source| source.found != Found::Text);
         Ok(Self {
             train,
             validation,
             pad: i64::from(ends.end),
-            train_files: splits.train,
+            train_files: sources.into_iter().flat_map(|source| source.splits.train).collect(),
             validation_files,
             is_chat,
             turn_end,
@@ -178,6 +192,70 @@ impl Data {
         }
         let rows = if self.validation.is_empty() { &self.train } else { &self.validation };
         Samples::of(rows, count, &self.tokenizer, end_tokens, out)
+    }
+}
+
+/// Files of one source.
+struct Source<'a> {
+    path: &'a str,
+    splits: Splits,
+    found: Found,
+}
+
+impl<'a> Source<'a> {
+    fn find(path: &'a str, data: &DataConfig) -> anyhow::Result<Self> {
+        let mut splits = Splits::find(Path::new(path))?;
+        let found = found(&splits, &DataConfig { source: path.to_owned(), ..data.clone() })?;
+        if found == Found::Gsm8k {
+            splits.validation.clear();
+        } else if let Some(file) = &data.validation {
+            // That of a mixture is of no source.
+            splits.validation = if data.mixture.is_empty() { vec![file.clone()] } else { Vec::new() };
+        }
+        Ok(Self { path, splits, found })
+    }
+
+    /// A file of validation data beside a mixture, whose format is its own.
+    fn of_file(file: &'a Path, data: &DataConfig) -> anyhow::Result<Self> {
+        let splits = Splits { train: vec![file.to_owned()], ..Splits::default() };
+        let found = found(&splits, data)?;
+        Ok(Self { path: "", splits, found })
+    }
+
+    fn has_validation(&self) -> bool {
+        self.found == Found::Gsm8k || !self.splits.validation.is_empty()
+    }
+
+    /// The rows to train on and to measure on. What is held out of a mixture's source is its own share.
+    fn read(
+        &self,
+        common: &Common,
+        config: &Config,
+        encoder: &RowEncoder,
+    ) -> anyhow::Result<(MaskedRows, MaskedRows)> {
+        let (data, splits) = (&config.data, &self.splits);
+        let together = rows_of_record(config, &self.found)?;
+        let limit = data.limit.map(|limit| limit.saturating_mul(together));
+        let train = self.rows(common, config, (encoder, "training"), &splits.train, limit)?;
+        if splits.validation.is_empty() && (data.mixture.is_empty() || data.validation.is_none()) {
+            return held_out(common, config, &train, together);
+        }
+        Ok((train, self.rows(common, config, (encoder, "validation"), &splits.validation, None)?))
+    }
+
+    fn rows(
+        &self,
+        common: &Common,
+        config: &Config,
+        (encoder, which): (&RowEncoder, &str),
+        files: &[PathBuf],
+        limit: Option<usize>,
+    ) -> anyhow::Result<MaskedRows> {
+        match files {
+            [] => Ok(MaskedRows::default()),
+            files => records(common, encoder, &self.found, files, which, limit)
+                .map_err(|error| name_check(error, &files[0], config)),
+        }
     }
 }
 
@@ -311,6 +389,7 @@ fn records(
         (counts.split, "are too long and are divided"),
         (counts.without_label, "have no text to learn and are left out"),
         (counts.empty_answers, "have an empty answer, from which the model learns to end at once"),
+        (counts.weighted, "have a `weight` other than 1, the factor of their loss"),
     ] {
         if count > 0 {
             common.note(&format!("{count} of {all} {which} rows {what}"));

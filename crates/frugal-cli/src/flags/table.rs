@@ -150,7 +150,9 @@ static TABLE: [&[Flag]; 27] = [
     flags! { DATA, FINETUNE;
         "data.source", "--data" ~ "--dataset" ~ "--dataset-name" => text("PATH"),
             "Training data: a file of records (.jsonl, .json, .csv, .tsv, .parquet, all but the last also .gz) with messages, prompts and completions, instructions, questions and answers, texts or token ids; a text file; or a folder with train.*, and validation.* if there is one",
-            |argument| argument.required_unless_present_any(["config", "set", "questions"]);
+            |argument| argument.required_unless_present_any(["config", "set", "questions", "mixture"]);
+        "data.mixture", "--mixture" => several("PATH=WEIGHT"),
+            "A source of a mixture with its weight, in the place of --data; may be given several times: --mixture chat.jsonl=0.7 --mixture code.jsonl=0.3 takes 70 % of the rows from the first";
         "data.source", "--questions" => text("PATH"),
             "Questions for --objective grpo: a file of records with `question`, and `answer` unless a program grades",
             |argument| argument.conflicts_with("data");
@@ -289,6 +291,8 @@ static TABLE: [&[Flag]; 27] = [
             "Steps between reads of the loss, which wait for the device [default: 1; for train: 10]";
     },
     flags! { LOOP, TRAININGS;
+        "training.neftune_noise_alpha", "--neftune-noise-alpha" | "--neftune-alpha" => number("ALPHA"),
+            "Add noise to the embeddings in training, uniform in ±ALPHA/√(L·d) for an example of L tokens: 5 to 15 in the publication (NEFTune) [default: 0]";
         "training.capture", "--capture" => choice::<CaptureMode>("MODE"),
             "Whether a CUDA graph repeats the steps, so that the host does not launch each kernel [default: auto]";
     },

@@ -44,6 +44,7 @@ pub(crate) fn refuse(common: &Common, config: &Config) -> anyhow::Result<()> {
     let rules = [
         Readers {
             keys: &[
+                "data.mixture",
                 "data.held_out",
                 "data.limit",
                 "data.mask",
@@ -73,6 +74,7 @@ pub(crate) fn refuse(common: &Common, config: &Config) -> anyhow::Result<()> {
         },
         Readers {
             keys: &[
+                "data.mixture",
                 "data.held_out",
                 "data.mask",
                 "data.overlong",

@@ -61,7 +61,7 @@ pub(crate) fn lines(folder: &Path) -> anyhow::Result<Vec<Line>> {
     Ok(vec![
         ("training", task.to_owned(), json!(task)),
         ("base", base.clone(), json!(base)),
-        ("data", config.data.source.clone(), json!(config.data.source)),
+        ("data", config.data.described(), json!(config.data.described())),
         ("state", state, json!({ "status": status, "step": step, "steps": steps })),
         (
             "loss",

@@ -101,7 +101,7 @@ fn case(config: &Config) -> Case {
         .with("model", model.name.clone().unwrap_or_else(|| shape.family.name().to_owned()))
         .with("optimizer", name(&optimizer.rule))
         .with("schedule", name(&optimizer.schedule))
-        .with("data", data.source.as_str());
+        .with("data", data.described());
     let case = match config.task {
         Task::Train if !data.is_synthetic() => case.with("strategy", data.strategy.as_str()),
         _ => case,

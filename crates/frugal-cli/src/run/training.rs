@@ -402,6 +402,7 @@ fn with_absolute_paths(config: &Config) -> Config {
     };
     config.model.name.iter_mut().chain(&mut config.objective.teacher).for_each(text);
     text(&mut config.data.source);
+    config.data.mixture.iter_mut().for_each(|source| text(&mut source.source));
     let data = &mut config.data;
     let paths = [&mut data.validation, &mut data.tokenizer, &mut data.chat_template];
     for path in paths.into_iter().flatten() {

@@ -16,7 +16,7 @@ type Case = (&'static str, &'static str, &'static str);
 const BASE: [Case; 2] =
     [("model.name", "\"@model\"", "--model @model"), ("data.source", "\"@my\"", "--data @my")];
 
-const FINETUNE: [Case; 108] = [
+const FINETUNE: [Case; 110] = [
     ("method", "\"dora\"", "--method dora"),
     ("model.revision", "\"v1\"", "--revision v1"),
     ("model.offline", "true", "--offline"),
@@ -26,6 +26,7 @@ const FINETUNE: [Case; 108] = [
     ("model.new_tokens", "[\"<a>\"]", ""),
     ("model.new_token_init", "\"pieces\"", "--new-token-init pieces"),
     ("model.pad_vocabulary_to", "64", "--pad-vocabulary-to 64"),
+    ("data.mixture", "[\"a.jsonl=0.7\", \"b.jsonl=0.3\"]", "--mixture a.jsonl=0.7 --mixture b.jsonl=0.3"),
     ("data.format", "\"rows\"", "--format rows"),
     ("data.validation", "\"v.jsonl\"", "--validation v.jsonl"),
     ("data.held_out", "0.1", "--held-out 0.1"),
@@ -124,6 +125,7 @@ const FINETUNE: [Case; 108] = [
     ("training.batch", "3", "--batch-size 3"),
     ("training.accumulation", "2", "--accumulation 2"),
     ("training.micro_batch_size", "2", "--micro-batch-size 2"),
+    ("training.neftune_noise_alpha", "5.0", "--neftune-noise-alpha 5"),
     ("training.sequence_parallel_size", "2", ""),
 ];
 const LOOP: [Case; 13] = [

@@ -66,7 +66,7 @@ fn fields_that_a_format_does_not_read_are_listed() {
         json!({ "prompt": "a", "completion": " b", "system": "s", "tools": [], "input": "i", "weight": 1 });
     write(&tiny, "plain.jsonl", &[plain]);
     let (_, said) = tiny.succeed("data check plain.jsonl --model model");
-    assert_eq!(said, "data: plain.jsonl (prompt and completion; not read: system, tools, input, weight)\n");
+    assert_eq!(said, "data: plain.jsonl (prompt and completion; not read: system, tools, input)\n");
     let question = json!({ "question": "a", "answer": "b", "system": "s", "history": [] });
     write(&tiny, "question.jsonl", &[question]);
     let (_, said) = tiny.succeed("data check question.jsonl --model model");

@@ -22,6 +22,7 @@ mod launch_training;
 mod linear_attention;
 mod machines;
 mod master_weights;
+mod mixture;
 #[path = "../../../experiments/src/sharding/machines.rs"]
 mod network;
 mod nf4;

@@ -6,6 +6,7 @@ use dataloading::chat::Mask;
 use dataloading::records::RecordFormat;
 use serde::{Deserialize, Serialize};
 
+use super::MixtureSource;
 use crate::rows::Overlong;
 
 /// The data of a training.
@@ -15,6 +16,9 @@ pub struct DataConfig {
     /// A file or folder; or `embedded` (the encyclopedia in `data/`) or `synthetic` (a generated language), for a training from
     /// scratch.
     pub source: String,
+    /// The sources of a fine-tuning that mixes several by weight, in the place of `source`, such as `["chat.jsonl=0.7", "code.jsonl=0.3"]`.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub mixture: Vec<MixtureSource>,
     /// Its format.
     pub format: DataFormat,
     /// A file to measure the validation loss on, in the same format; absent for the validation split of a folder, if it has one.
@@ -90,6 +94,7 @@ impl Default for DataConfig {
     fn default() -> Self {
         Self {
             source: String::new(),
+            mixture: Vec::new(),
             format: DataFormat::default(),
             validation: None,
             held_out: 0.02,

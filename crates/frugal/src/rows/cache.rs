@@ -19,7 +19,7 @@ use super::encoder::RowEncoder;
 use crate::error::{Error, Result};
 
 /// Version of how rows are made. Increased when the same data and options give other rows, or other notes, than before.
-const VERSION: u32 = 5;
+const VERSION: u32 = 6;
 const MARK: [u8; 8] = *b"FRGLROW3";
 /// Bytes of a digest.
 const DIGEST: usize = 32;

@@ -26,6 +26,9 @@ pub struct Counts {
     /// Records with an answer that is empty, from which the model learns to end at once.
     #[serde(default)]
     pub empty_answers: usize,
+    /// Rows with another weight than 1.
+    #[serde(default)]
+    pub weighted: usize,
     /// Notes of records.
     #[serde(default)]
     pub notes: Notes,
@@ -43,6 +46,7 @@ impl Counts {
         self.split += other.split;
         self.without_label += other.without_label;
         self.empty_answers += other.empty_answers;
+        self.weighted += other.weighted;
         self.notes.add(&other.notes);
     }
 }

@@ -85,12 +85,26 @@ impl RowEncoder {
         self.template.as_ref()
     }
 
-    /// Returns the rows of a record that are short enough and have something to learn, and counts them and the others.
+    /// Returns the rows of a record that are short enough and have something to learn, with its weight, and counts them and the others. Of
+    /// a record with the weight 0 nothing is learned.
     ///
     /// # Errors
-    /// A record that has another format, or fields that hold something else; one that the template refuses; a row that is too long,
+    /// A weight that is not 0 or more; a record that has another format, or fields that hold something else; one that the template refuses; a row that is too long,
     /// if that is an error. Each names the record.
     pub fn record(&self, record: &Record, detected: &Detected) -> Result<(Vec<MaskedRow>, Counts)> {
+        let weight = record.weight(&self.options.field)?;
+        let (mut rows, mut counts) = self.unweighted(record, detected)?;
+        if weight == 0.0 {
+            counts.without_label += rows.len();
+            return Ok((Vec::new(), Counts { rows: 0, tokens: 0, trained: 0, ..counts }));
+        }
+        rows.iter_mut().for_each(|row| row.weight *= weight);
+        counts.weighted = if weight == 1.0 { 0 } else { rows.len() };
+        Ok((rows, counts))
+    }
+
+    /// [`RowEncoder::record`] with the weight 1.
+    fn unweighted(&self, record: &Record, detected: &Detected) -> Result<(Vec<MaskedRow>, Counts)> {
         let field = &self.options.field;
         let content = match &self.options.templates {
             Some(templates) => templates.content(record)?,
