@@ -8,6 +8,7 @@ mod checkpoints;
 mod diagnose;
 mod diagnose_cuda;
 mod distillation;
+mod embedding_noise;
 mod example_weights;
 mod failing_observers;
 mod fixtures_gpt2_like;
