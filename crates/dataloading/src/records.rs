@@ -22,7 +22,7 @@
 //! | `.csv`, `.tsv` | a row; the first names the fields |
 //! | `.parquet` | a row; columns may be nested |
 //!
-//! All but Parquet may be compressed (`.gz`). Files are read record by record. A record that is wrong is an error, after which the
+//! All but Parquet may be compressed (`.gz`, `.zst`). Files are read record by record. A record that is wrong is an error, after which the
 //! next one can be read; only a file that cannot be read further ends with its error.
 
 mod content;
@@ -128,10 +128,10 @@ pub enum FileKind {
 }
 
 impl FileKind {
-    /// Returns the type of a file by its extension, in front of `.gz` if it is compressed.
+    /// Returns the type of a file by its extension, in front of `.gz` or `.zst` if it is compressed.
     pub fn from_path(path: &Path) -> Self {
         let name = path.file_name().unwrap_or_default().to_string_lossy().to_ascii_lowercase();
-        let name = name.strip_suffix(".gz").unwrap_or(&name);
+        let name = name.strip_suffix(".gz").or(name.strip_suffix(".zst")).unwrap_or(&name);
         match name.rsplit_once('.').map_or("", |(_, extension)| extension) {
             "jsonl" | "ndjson" => Self::JsonLines,
             "json" => Self::Json,

@@ -1,7 +1,8 @@
 //! The files of a data set's folder.
 //!
 //! A file belongs to a split by its name: `train.jsonl`, `train-00000-of-00002.parquet`, `validation.csv`. The files are in the folder, in
-//! its folder `data`, or in folders that have the splits' names.
+//! its folder `data`, or in folders that have the splits' names. A folder without any such name is divided into shards: all of its files of JSON
+//! lines, Parquet, CSV or TSV are training files.
 
 use std::path::{Path, PathBuf};
 
@@ -27,7 +28,7 @@ impl Splits {
     /// Returns the splits of a folder; a file is its own training split.
     ///
     /// # Errors
-    /// No such file or folder; a folder without training files; a split in files of several types.
+    /// No such file or folder; a folder without training files; a split, or shards, in files of several types.
     pub fn find(path: &Path) -> Result<Self> {
         let io = |cause| Error::Io { path: path.to_owned(), cause };
         if !std::fs::metadata(path).map_err(io)?.is_dir() {
@@ -47,6 +48,21 @@ impl Splits {
                 return Ok(splits);
             }
         }
+        for folder in [path.to_owned(), path.join("data")] {
+            let is_shard = |file: &PathBuf| {
+                // A folder with a `config.json` may be anything.
+                !matches!(FileKind::from_path(file), FileKind::Text | FileKind::Json)
+                    && ![VALIDATION, TEST].iter().any(|names| is_of(file, names))
+            };
+            let train = of_one_kind(files(&folder).into_iter().filter(is_shard).collect())?;
+            if !train.is_empty() {
+                let named = |names: &[&str]| {
+                    let all = files(&folder).into_iter().filter(|file| is_of(file, names));
+                    of_one_kind(all.collect())
+                };
+                return Ok(Self { train, validation: named(VALIDATION)?, test: named(TEST)? });
+            }
+        }
         let entries = std::fs::read_dir(path).map_err(io)?.flatten();
         let mut names: Vec<String> =
             entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
@@ -60,7 +76,7 @@ impl Splits {
             path: path.to_owned(),
             reason: format!(
                 "no training data: expected a file such as train.jsonl, train.parquet or train.csv, with validation.* and \
-                 test.* beside it if there are any; {there}"
+                 test.* beside it if there are any, or shards of JSON lines, Parquet, CSV or TSV; {there}"
             ),
         })
     }
@@ -71,7 +87,9 @@ fn files(folder: &Path) -> Vec<PathBuf> {
     let is_data = |path: &Path| {
         path.is_file()
             && (FileKind::from_path(path) != FileKind::Text
-                || path.extension().is_some_and(|extension| extension == "txt" || extension == "gz"))
+                || path
+                    .extension()
+                    .is_some_and(|extension| ["txt", "gz", "zst"].iter().any(|name| extension == *name)))
     };
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten().map(|entry| entry.path());
     let mut files: Vec<PathBuf> = entries.filter(|path| is_data(path)).collect();

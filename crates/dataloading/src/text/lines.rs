@@ -51,21 +51,22 @@ impl fmt::Debug for Lines {
     }
 }
 
-/// Opens a file to read its bytes; those of a file whose name ends with `.gz` are decompressed.
+/// Opens a file to read its bytes; those of a file whose name ends with `.gz` or `.zst` are decompressed.
 ///
 /// # Errors
 /// A file that cannot be opened.
 pub fn open(path: &Path) -> Result<Box<dyn BufRead + Send>> {
     const BUFFER: usize = 1 << 18;
     let file = File::open(path).map_err(|cause| io(path, cause))?;
-    let is_compressed = path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("gz"));
-    Ok(if is_compressed {
-        Box::new(BufReader::with_capacity(
-            BUFFER,
-            MultiGzDecoder::new(BufReader::with_capacity(BUFFER, file)),
-        ))
+    let is = |name: &str| path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case(name));
+    let file = BufReader::with_capacity(BUFFER, file);
+    Ok(if is("gz") {
+        Box::new(BufReader::with_capacity(BUFFER, MultiGzDecoder::new(file)))
+    } else if is("zst") {
+        let decoder = zstd::stream::read::Decoder::with_buffer(file).map_err(|cause| io(path, cause))?;
+        Box::new(BufReader::with_capacity(BUFFER, decoder))
     } else {
-        Box::new(BufReader::with_capacity(BUFFER, file))
+        Box::new(file)
     })
 }
 

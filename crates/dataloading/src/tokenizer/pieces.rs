@@ -69,7 +69,7 @@ impl Tokenizer {
         Ok(all)
     }
 
-    /// Passes the ids of a file of text, which may be compressed (`.gz`), to `each`, [piece by piece](self), until that breaks.
+    /// Passes the ids of a file of text, which may be compressed (`.gz`, `.zst`), to `each`, [piece by piece](self), until that breaks.
     ///
     /// # Errors
     /// A file that cannot be read or is not UTF-8; the tokenizer fails on the text; the first error of `each`.

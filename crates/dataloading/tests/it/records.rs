@@ -62,6 +62,11 @@ fn records_have_their_places_and_wrong_ones_do_not_hide_the_next() {
     );
     let path = files.write("rows.jsonl.gz", compressed(lines));
     assert_eq!(files.read(&path), expected.map(|text| text.replace("jsonl", "jsonl.gz")));
+    let zst = zstd::encode_all(lines.as_bytes(), 3).unwrap();
+    let path = files.write("rows.jsonl.zst", zst.clone());
+    assert_eq!(files.read(&path), expected.map(|text| text.replace("jsonl", "jsonl.zst")));
+    let read = files.read(&files.write("cut.jsonl.zst", &zst[..zst.len() - 3]));
+    assert!(read.last().unwrap().starts_with("error cut.jsonl.zst: "), "{read:?}");
     let mut bytes = b"{\"a\": \"".to_vec();
     bytes.extend_from_slice(b"\xff\"}\n{\"a\": 2}\n");
     let read = files.read(&files.write("latin.jsonl", bytes));
@@ -418,6 +423,23 @@ fn splits_are_found_by_the_names_of_files() {
     assert!(of("d").contains("d/train.jsonl: a file of another type than d/train.csv"), "{}", of("d"));
     files.write("e/config.json", "");
     assert!(of("e").contains("no training data: expected a file such as train.jsonl"), "{}", of("e"));
+    // Shards have any names, beside a validation split or without one.
+    for name in [
+        "f/part-1.jsonl.zst",
+        "f/part-0.jsonl.gz",
+        "f/part-2.jsonl",
+        "f/dataset_info.json",
+        "f/valid.jsonl",
+        "f/README.md",
+    ] {
+        files.write(name, "");
+    }
+    assert_eq!(of("f"), "f/part-0.jsonl.gz f/part-1.jsonl.zst f/part-2.jsonl | f/valid.jsonl | ");
+    files.write("g/data/0.parquet", "");
+    files.write("g/data/1.parquet", "");
+    assert_eq!(of("g"), "g/data/0.parquet g/data/1.parquet |  | ");
+    files.write("g/data/2.csv", "");
+    assert!(of("g").contains("g/data/2.csv: a file of another type than g/data/0.parquet"), "{}", of("g"));
     assert!(of("nowhere").contains("there is no such file or folder"), "{}", of("nowhere"));
 }
 

@@ -65,7 +65,7 @@ pub(crate) fn prepare(tiny: &Tiny) {
         writeln!(rows, "{}", serde_json::json!({ "question": question, "answer": (a + b).to_string() }))
             .unwrap();
     }
-    for name in ["train.jsonl", "my.jsonl", "test.jsonl", "questions.jsonl"] {
+    for name in ["train.jsonl", "my.jsonl", "test.jsonl", "questions.jsonl", "chat.jsonl", "code.jsonl"] {
         std::fs::write(tiny.path(name), &rows).unwrap();
     }
     let article = " = Rivers = \n \n The river is long and the town is small . \n The bridge is old . \n";

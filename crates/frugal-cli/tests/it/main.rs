@@ -17,6 +17,7 @@ mod guide_commands;
 mod hub_commits;
 mod ignored_signals;
 mod interrupted_export;
+mod large_data;
 mod launch;
 mod launch_training;
 mod linear_attention;
