@@ -13,7 +13,7 @@
 //! A [`RowEncoder`] makes rows of what records hold ([`dataloading::records`]). A text is tokenized once, as a whole, and
 //! what is learned follows from the part of the text that each token is of ([`dataloading::tokenizer::Encoded`]): so a row has the tokens
 //! of transformers' `apply_chat_template`, and those that inference reads. Its begin and end tokens are there once, also where the data
-//! have written them. A row that is longer than the longest one is an error, left out, cut, or divided as plain text is ([`Overlong`]). A row
+//! have written them. A record's [weight](dataloading::records::WEIGHT) is that of its rows. A row that is longer than the longest one is an error, left out, cut, or divided as plain text is ([`Overlong`]). A row
 //! without anything to learn is left out and counted; data without any row to learn from is an error. Rows are kept in files, by
 //! everything that they depend on ([`prepare_cached`]), and of large data none is in memory ([`MaskedRows`](training::masked_rows::MaskedRows)).
 

@@ -14,6 +14,7 @@ mod loader_epochs;
 mod long_texts;
 mod packing;
 mod records;
+mod splits;
 mod strategies;
 mod text;
 mod token_store;

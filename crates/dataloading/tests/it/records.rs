@@ -3,7 +3,7 @@
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
 
-use dataloading::records::{self, Content, Detected, PromptTemplates, RecordFormat, Splits};
+use dataloading::records::{self, Content, Detected, PromptTemplates, RecordFormat};
 use dataloading::{Error, Result};
 use flate2::write::GzEncoder;
 use serde_json::{Value, json};
@@ -379,68 +379,6 @@ fn the_format_is_found_from_the_first_hundred_records() {
     assert_eq!(detected.formats, [(RecordFormat::Text, 1)], "who reads the first record gets its error");
     assert!(detect("\n").unwrap_err().to_string().contains("there is no record in it"));
     assert!(detect("{\n").unwrap_err().to_string().contains("line 1: not JSON"));
-}
-
-#[test]
-fn splits_are_found_by_the_names_of_files() {
-    let files = Files::new();
-    let of = |name: &str| {
-        let place = format!("{}/", files.0.path().display());
-        let shown = |paths: Vec<PathBuf>| {
-            paths
-                .iter()
-                .map(|path| path.display().to_string().replace(&place, ""))
-                .collect::<Vec<_>>()
-                .join(" ")
-        };
-        match Splits::find(&files.0.path().join(name)) {
-            Ok(splits) => {
-                format!("{} | {} | {}", shown(splits.train), shown(splits.validation), shown(splits.test))
-            }
-            Err(error) => error.to_string().replace(&place, ""),
-        }
-    };
-    for name in ["a/train.jsonl", "a/valid.jsonl", "a/test.jsonl.gz", "a/trainer.json", "a/README.md"] {
-        files.write(name, "");
-    }
-    assert_eq!(of("a"), "a/train.jsonl | a/valid.jsonl | a/test.jsonl.gz");
-    assert_eq!(of("a/trainer.json"), "a/trainer.json |  | ");
-    for name in [
-        "b/data/train-00001-of-00002.parquet",
-        "b/data/train-00000-of-00002.parquet",
-        "b/data/validation-0.parquet",
-    ] {
-        files.write(name, "");
-    }
-    assert_eq!(
-        of("b"),
-        "b/data/train-00000-of-00002.parquet b/data/train-00001-of-00002.parquet | b/data/validation-0.parquet | "
-    );
-    files.write("c/train/part.csv", "");
-    assert_eq!(of("c"), "c/train/part.csv |  | ");
-    files.write("d/train.csv", "");
-    files.write("d/train.jsonl", "");
-    assert!(of("d").contains("d/train.jsonl: a file of another type than d/train.csv"), "{}", of("d"));
-    files.write("e/config.json", "");
-    assert!(of("e").contains("no training data: expected a file such as train.jsonl"), "{}", of("e"));
-    // Shards have any names, beside a validation split or without one.
-    for name in [
-        "f/part-1.jsonl.zst",
-        "f/part-0.jsonl.gz",
-        "f/part-2.jsonl",
-        "f/dataset_info.json",
-        "f/valid.jsonl",
-        "f/README.md",
-    ] {
-        files.write(name, "");
-    }
-    assert_eq!(of("f"), "f/part-0.jsonl.gz f/part-1.jsonl.zst f/part-2.jsonl | f/valid.jsonl | ");
-    files.write("g/data/0.parquet", "");
-    files.write("g/data/1.parquet", "");
-    assert_eq!(of("g"), "g/data/0.parquet g/data/1.parquet |  | ");
-    files.write("g/data/2.csv", "");
-    assert!(of("g").contains("g/data/2.csv: a file of another type than g/data/0.parquet"), "{}", of("g"));
-    assert!(of("nowhere").contains("there is no such file or folder"), "{}", of("nowhere"));
 }
 
 #[test]

@@ -53,7 +53,7 @@ fn bad_problems_are_named_by_their_line() {
         &tiny,
         "finetune --model @model --data @model --out @out",
         expect![[r#"
-        error: model: no training data: expected a file such as train.jsonl, train.parquet or train.csv, with validation.* and test.* beside it if there are any; the folder has config.json, generation_config.json, model.safetensors, tokenizer.json
+        error: model: no training data: expected a file such as train.jsonl, train.parquet or train.csv, with validation.* and test.* beside it if there are any, or shards of JSON lines, Parquet, CSV or TSV; the folder has config.json, generation_config.json, model.safetensors, tokenizer.json
     "#]],
     );
     refused(

@@ -33,6 +33,7 @@ name = "Qwen/Qwen2.5-0.5B"
 [data]
 packing = 128
 max_length = 128
+mixture = ["a.jsonl=0.7", { source = "b.jsonl", weight = 0.3 }]
 [adapter]
 r = 8
 lora_alpha = 16
@@ -52,6 +53,7 @@ clip = 1.0
 steps = 40
 budget = "3GiB"
 seed = 7
+neftune_noise_alpha = 5.0
 "#;
 
 #[test]
