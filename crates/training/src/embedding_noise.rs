@@ -14,6 +14,9 @@ use tch::Tensor;
 
 use crate::error::Result;
 
+/// Why steps with noise are not captured.
+pub const NOT_CAPTURED: &str = "the noise of embeddings (NEFTune) depends on lengths that the host knows";
+
 /// Returns α/√L of each position of a batch, `[rows, length]` in fp32; 0 for padding.
 pub(crate) fn strength(batch: &Batch, alpha: f64) -> Result<Tensor> {
     let (rows, length) = batch.tokens.size2()?;

@@ -3,6 +3,7 @@
 use accounting::candidates::{Candidate, CapturedMemory, Job, Placement};
 use accounting::quantity::bytes_text;
 use tch::Device;
+use training::embedding_noise::NOT_CAPTURED;
 use training::trainer::captured::SHAPES;
 
 use crate::config::{CaptureMode, Config, ObjectiveKind, Recomputed};
@@ -15,6 +16,9 @@ pub fn capture_refusal(config: &Config, over_ranks: bool, device: Device) -> Opt
     }
     if !device.is_cuda() {
         return Some("on a CPU a launch is a call".to_owned());
+    }
+    if config.training.neftune_noise_alpha.is_some_and(|alpha| alpha > 0.0) {
+        return Some(NOT_CAPTURED.to_owned());
     }
     if over_ranks {
         return Some("ranks communicate during a step".to_owned());

@@ -53,7 +53,8 @@ fn trained(family: Family, config: &Config, captured: bool, ready: impl FnOnce()
         shuffle: Some(1),
         ..Layout::default()
     };
-    let mut data = MaskedBatches::new(rows(false), layout, Device::Cpu).map_err(|error| text(&error))?;
+    // With weights of examples, which are an input of the graph.
+    let mut data = MaskedBatches::new(rows(true), layout, Device::Cpu).map_err(|error| text(&error))?;
     let (mut trainer, _handles) = prepared.trainer(STEPS).map_err(|error| text(&error))?;
     let figures = Figures::default();
     trainer.observers.push(Box::new(figures.clone()));
@@ -158,6 +159,8 @@ fn every_technique_has_its_bits_in_repeated_steps_or_is_refused() {
         fewer rows at a time: 5 of 8 steps repeated, the same bits
         no clipping: 5 of 8 steps repeated, the same bits
         a frozen layer: 5 of 8 steps repeated, the same bits
+        noise of embeddings: refused: captured steps: the noise of embeddings (NEFTune) depends on lengths that the host knows
+        weights of examples: 5 of 8 steps repeated, the same bits
         packing: 5 of 8 steps repeated, the same bits
         LoRA with dropout: 5 of 8 steps repeated, the same bits
         LoRA with dropout, recompute layers: 5 of 8 steps repeated, the same bits
@@ -226,6 +229,8 @@ fn steps_of_a_gemma_4_have_their_bits_in_repeated_steps_or_are_refused() {
         fewer rows at a time: 5 of 8 steps repeated, the same bits
         no clipping: 5 of 8 steps repeated, the same bits
         a frozen layer: 5 of 8 steps repeated, the same bits
+        noise of embeddings: refused: captured steps: the noise of embeddings (NEFTune) depends on lengths that the host knows
+        weights of examples: 5 of 8 steps repeated, the same bits
         packing: 5 of 8 steps repeated, the same bits
         LoRA with dropout: 5 of 8 steps repeated, the same bits
         LoRA with dropout, recompute layers: 5 of 8 steps repeated, the same bits

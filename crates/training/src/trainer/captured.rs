@@ -46,6 +46,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::{Capture, DoneStep, Overflow, StepOutcome, Trainer};
 use crate::accumulation::{MicroBatches, labelled_bound};
+use crate::embedding_noise::NOT_CAPTURED;
 use crate::error::{Error, Result};
 use crate::observer::Timings;
 
@@ -170,9 +171,7 @@ impl Trainer {
             return Some("the model is on several devices".to_owned());
         }
         if self.options.embedding_noise > 0.0 {
-            return Some(
-                "the noise of embeddings (NEFTune) depends on lengths that the host knows".to_owned(),
-            );
+            return Some(NOT_CAPTURED.to_owned());
         }
         if self.optimizer.ranks().is_some() {
             return Some("ranks communicate during a step".to_owned());
