@@ -137,9 +137,7 @@ pub mod token_store;
 pub mod tokenizer;
 
 pub use balanced_batch_sampler::{BalancedBatchSampler, BalancedConfig, BatchSize};
-pub use batch::{
-    Batch, Counts, ExampleWeights, IGNORE_INDEX, Packing, Ratings, Sequences, TopK,
-};
+pub use batch::{Batch, Counts, ExampleWeights, IGNORE_INDEX, Packing, Ratings, Sequences, TopK};
 pub use batch_source::BatchSource;
 pub use datasets::{
     BaseDataset, Capacity, Overflow, PackedConfig, PackedDataset, SequencedDataset, StandardDataset, collate,

@@ -23,7 +23,6 @@
 
 mod batch;
 mod byte_store;
-mod greatest;
 mod grouping;
 mod mismatched;
 mod mixture;
@@ -45,7 +44,6 @@ use crate::batches::Batches;
 use crate::error::{Error, Result};
 
 pub(crate) use batch::{Item, assemble};
-use greatest::Greatest;
 pub use grouping::Grouping;
 pub use mixture::Mixture;
 use order::packed;

@@ -237,7 +237,7 @@ impl Predicted {
         let mut peaks = [0; 3];
         for footprint in moments(&costs, &setup, &step)? {
             let phase = match footprint.moment {
-                Moment::Forward(_) => 0,
+                Moment::Teacher | Moment::Forward(_) => 0,
                 Moment::Head => 1,
                 Moment::Recomputation(_) | Moment::Backward(_) | Moment::Embedding | Moment::Update => 2,
             };

@@ -73,10 +73,10 @@ fn run_over(family: Family, techniques: &[&Technique], ranks: Option<Mesh>) -> R
     frugal::runtime::random::seed(1).unwrap();
     let mut prepared = prepare(&recipe, family)?;
     let layout = Layout { batch: config.training.batch, ..Layout::default() };
-    let first = MaskedBatches::new(rows(), layout, Device::Cpu)?.next()?.unwrap();
+    let first = MaskedBatches::new(rows(false), layout, Device::Cpu)?.next()?.unwrap();
     prepared.plan_activations(&first)?;
     let answers = config.training.batch * config.training.accumulation;
-    let prompts = rows().into_iter().map(|row| row.tokens).collect();
+    let prompts = rows(false).into_iter().map(|row| row.tokens).collect();
     let mut data = PromptBatches::new(prompts, answers / SAMPLES, Some(1))?;
     outcome(prepared, &mut data, |trainer, handles| {
         let at_a_time = config.training.micro_batch_size.unwrap_or(config.training.batch);
