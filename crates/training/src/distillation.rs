@@ -10,7 +10,7 @@
 //! a training reads those of its batches ([`MaskedBatches::with_top_k`](crate::masked_rows::MaskedBatches::with_top_k)). Then it takes no memory and no
 //! time beside the student.
 //!
-//! The loss of a step is Σ ℓ over its labelled positions, divided by their number.
+//! The loss of a step is Σ ℓ over its labelled positions, divided by their number; with weights of examples each counts as its example does.
 //!
 //! ```
 //! use models::distillation::DistillationConfig;

@@ -25,7 +25,8 @@ pub struct Context<'a> {
     /// The number of labels other than [`IGNORE_INDEX`](super::IGNORE_INDEX), or more, if it is known: on a GPU a head may skip the other
     /// positions without waiting for the labels.
     pub labelled_tokens: Option<i64>,
-    /// `[batch, sequence]`, fp32: the factor of the loss of each label, in [`LossHead::loss`](super::LossHead::loss); `None` for 1.
+    /// `[batch, sequence]`, fp32: the factor of the loss of each label, in [`LossHead::loss`](super::LossHead::loss) and
+    /// [`LossHead::distilled_loss`](super::LossHead::distilled_loss); `None` for 1.
     pub label_weights: Option<&'a Tensor>,
     /// `[batch, sequence]`, fp32: the strength of the noise of each token's embedding ([`add_noise`](crate::add_noise)); `None` for no noise.
     pub embedding_noise: Option<&'a Tensor>,

@@ -2,11 +2,13 @@
 
 use std::sync::Arc;
 
+use models::distillation::DistillationConfig;
 use models::module::trainable;
 use models::{DecoderConfig, Llama};
 use runtime::autograd::set_grad;
 use tch::{Device, Kind, Tensor};
 use training::accumulation::{fetch, forward};
+use training::distillation::Distillation;
 use training::masked_rows::{Grouping, Layout, MaskedBatches, MaskedRow, MaskedRows};
 use training::preference::{Objective, Preference};
 use training::{Batches, evaluation, preference};
@@ -94,6 +96,32 @@ fn a_weight_is_a_number_of_rows() {
     let without =
         step(weighted(1, 1.0).into_iter().map(|row| MaskedRow { weight: 1.0, ..row }).collect(), one, None);
     assert!((without.0 - expected.0).abs() > 1e-4, "weights change nothing");
+}
+
+#[test]
+fn a_weight_is_a_number_of_taught_rows() {
+    let run = |rows: Vec<MaskedRow>, batch: usize| {
+        let student = model();
+        let teacher =
+            Llama::new(&DecoderConfig::llama(23, 12, 20, 1, 2), (Kind::Double, Device::Cpu)).unwrap();
+        let config = DistillationConfig { label_weight: 0.3, ..DistillationConfig::default() };
+        let distillation = Distillation::new(Box::new(teacher), config).unwrap();
+        let layout = Layout { batch, epochs: Some(1), ..Layout::default() };
+        let mut source = MaskedBatches::new(rows, layout, Device::Cpu).unwrap();
+        let micro = fetch(&mut source, usize::MAX).unwrap().unwrap();
+        let mut sum = 0.0;
+        for batch in &micro.batches {
+            let loss = distillation.forward(&student, batch, (true, false), (None, None)).unwrap();
+            let mean = loss.sum / micro.denominator();
+            runtime::autograd::backward(&[&mean]).unwrap();
+            sum += mean.double_value(&[]);
+        }
+        (sum, gradients(&student))
+    };
+    let expected = run(repeated(1), 100);
+    for batch in [100, 2] {
+        assert_close(&format!("{batch}"), &run(weighted(1, 1.0), batch), &expected, 1e-12);
+    }
 }
 
 #[test]
