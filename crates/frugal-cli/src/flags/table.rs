@@ -115,7 +115,7 @@ const RUN: &str = "Run";
 /// A model and its data are in the file or among the assignments if no flag gives them.
 const IN_FILE: [&str; 2] = ["config", "set"];
 
-static TABLE: [&[Flag]; 27] = [
+static TABLE: [&[Flag]; 28] = [
     flags! { OPTIONS, FINETUNE;
         "model.name", "--model" ~ "--base-model" ~ "--model-name" ~ "--model-name-or-path" => text("NAME_OR_FOLDER"),
             "A folder in Hugging Face's layout, a GGUF file, a name in Ollama's store (ollama:NAME), a name on the hub, such as Qwen/Qwen2.5-0.5B, or the output folder of a training of all weights",
@@ -240,13 +240,15 @@ static TABLE: [&[Flag]; 27] = [
     flags! { LOOP, TRAININGS;
         "", "--config" => path("FILE"), "Read every setting from a TOML file; flags override it";
     },
-    flags! { LOOP, FINETUNE;
+    flags! { LOOP, FINETUNE | PLAN;
         "objective.kind", "--objective" ~ "--loss-type" ~ "--pref-loss" => choice::<ObjectiveKind>("OBJECTIVE"),
             "What is learned: each next token, from pairs of a chosen and a rejected answer or from rated ones which are better, to get rewards for the model's own answers, or a teacher's distributions [default: next-token]";
         "objective.beta", "--beta" ~ "--pref-beta" => number("BETA"),
             "β of dpo, ipo, simpo, cpo, kto and grpo, λ of orpo: how much the model may change for it; the teacher's share of jensen-shannon [default: 0.1; for simpo: 2; for grpo: 0; for jensen-shannon: 0.5]";
         "objective.reference", "--reference" => choice::<ReferenceKind>("REFERENCE"),
             "Where dpo, ipo and kto take the log-probabilities of the model at the start from [default: auto]";
+    },
+    flags! { LOOP, FINETUNE;
         "objective.teacher", "--teacher" | "--teacher-model" ~ "--teacher-model-name-or-path" => text("MODEL"),
             "The teacher of distillation, a model with the same tokenizer: a folder, a GGUF file, a name in Ollama's store, or a name on the hub";
         "objective.teacher_dtype", "--teacher-dtype" => choice::<Dtype>("DTYPE"),

@@ -18,7 +18,7 @@ use accounting::offload::{AvailableMemory, Direction, Gpu, Rates, StepCosts, gpu
 use accounting::quantity::{bytes_text, grouped, parse_bytes};
 use anyhow::{anyhow, bail};
 use clap::Args;
-use frugal::config::{ActivationPlan, Bytes, OffloadTier, Task};
+use frugal::config::{ActivationPlan, Bytes, ObjectiveKind, OffloadTier, Task};
 use frugal::models::hugging_face::Folder;
 use frugal::planning::{self, Budget, MachineRates, NotPredicted, WeightFormat};
 use frugal::{Config, Recipe};
@@ -206,7 +206,16 @@ fn planned(arguments: &StepArgs, device: Device) -> anyhow::Result<PlannedStep> 
     }
 
     // The work, and what is trained.
-    let work = Workload { batch: config.training.batch as u64, sequence: tokens };
+    let objective = config.objective.kind;
+    if matches!(objective, ObjectiveKind::Grpo | ObjectiveKind::Distillation) {
+        bail!(
+            "--objective {}: its plan depends on the {}; give the flags of the training to `frugal finetune`, with --dry-run",
+            objective.name(),
+            if objective == ObjectiveKind::Grpo { "questions" } else { "teacher" }
+        );
+    }
+    let rows = config.training.batch * config.objective.grouping()?.rows();
+    let work = Workload { batch: rows as u64, sequence: tokens };
     let batches = if arguments.is_inference() { 1 } else { config.training.accumulation as u64 };
     let weights = quantized::model_bytes(&model, &format.recipe())?;
     let low_rank = |adapter| planning::low_rank(adapter, &shape(&model), on_cpu).map_err(not_predicted);

@@ -68,3 +68,25 @@ fn a_plan_takes_the_folder_of_a_run_and_the_dtype_of_its_model() {
     let ended = session.run(&format!("{train} --out adapted --dry-run"));
     assert!(ended.status == 1 && ended.err.contains("adapted holds a finished run"), "{}", ended.err);
 }
+
+#[test]
+fn an_objective_over_pairs_is_planned_for_both_rows() {
+    let session = Session::new();
+    let plan = |flags: &str| -> Value {
+        let arguments = "plan --model qwen2.5-0.5b --hardware h100 --length 512 --json";
+        let (out, _) = session.succeed(&format!("{arguments} {flags}"));
+        serde_json::from_str(out.lines().last().unwrap()).unwrap()
+    };
+    let keep = |plan: &Value, value: &str| {
+        let variants = plan["variants"].as_array().unwrap();
+        variants.iter().find(|variant| variant["variant"] == "keep all").unwrap()[value].as_f64().unwrap()
+    };
+    let rows = plan("--method lora --dropout 0 --batch-size 8");
+    let pairs = plan("--method lora --dropout 0 --batch-size 4 --objective dpo");
+    assert_eq!(keep(&pairs, "peak_bytes"), keep(&rows, "peak_bytes"));
+    // The reference reads each batch, too.
+    let share = keep(&pairs, "step_seconds") / keep(&rows, "step_seconds");
+    assert!((1.2..1.8).contains(&share), "{share}");
+    let grpo = session.run("plan --model qwen2.5-0.5b --hardware h100 --objective grpo");
+    assert!(grpo.status != 0 && grpo.err.contains("depends on the questions"), "{}", grpo.err);
+}

@@ -120,8 +120,8 @@ fn pairs_that_cannot_be_learned_are_told() {
         &tiny,
         &TRAIN.replace("--objective dpo", "--beta 0.1"),
         expect![[r#"
-        error: `objective.beta` (--beta) is 0.1; expected an objective over preferences with it, such as `objective.kind = "dpo"` (--objective dpo)
-    "#]],
+            error: `objective.beta` (--beta) is 0.1; expected an objective over preferences with it, such as `objective.kind = "dpo"` (--objective dpo), or `objective.divergence = "jensen-shannon"` (--divergence jensen-shannon)
+        "#]],
     );
 }
 
