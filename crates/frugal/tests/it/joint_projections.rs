@@ -53,7 +53,8 @@ fn every_technique_computes_what_it_computes_beside_separate_projections() {
                 (Err(Error::Conflict { .. }), Err(Error::Conflict { .. })) => continue,
                 (joint, _) => panic!("{name}: {:?}, {:?}", joint.err(), separate.err()),
             };
-            let precise = technique.group != "precision";
+            // Noise, which is larger than the embeddings, enlarges a rounding of the first step as much as 16 bits do.
+            let precise = !["precision", "noise"].contains(&technique.group);
             // Rows in two batches or another order have other masks.
             let masks = ["accumulation", "rows", "packing"].contains(&technique.group);
             if adapter.name != EVERYWHERE.name || !masks {

@@ -117,6 +117,7 @@ fn every_technique_keeps_its_promise_or_is_refused_by_name() {
     assert!(failures.is_empty(), "\n{}", failures.join("\n"));
     let reasons: Vec<String> = reasons.iter().map(|(reason, count)| format!("{count} × {reason}")).collect();
     expect![[r#"
+        4 × a reward is for the answer that the model gives without noise
         2 × an adapter freezes the whole base
         22 × each token of an answer would load every layer
         4 × rows are the model's own answers, which are not known before a step

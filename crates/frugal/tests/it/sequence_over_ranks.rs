@@ -244,7 +244,10 @@ fn a_rank_of_each_technique() {
             let devices = of_two.reconnect(&format!("{name}, devices, from {first}"), options).unwrap();
             let over_devices = divided(Mesh::over_devices(&of_two, &devices, 1).unwrap()).unwrap();
             check(&name, "devices", Promise::Bits, (&over_devices, &with), Rounding::Fp32);
-            // Dropout of LoRA draws other numbers for each part.
+            // Dropout of LoRA and noise of embeddings draw other numbers for each part.
+            if technique.group == "noise" {
+                continue;
+            }
             let alone = run_over(family, &[stage, technique], Some((&Group::alone()).into()), Overflow::Skip);
             let rounding = if technique.group == "precision" { Rounding::Low } else { Rounding::Fp32 };
             check(&name, "whole rows", Promise::Within(2e-5), (&with, &alone.unwrap()), rounding);

@@ -23,7 +23,9 @@ const CASTS: u64 = 64 << 20;
 #[derive(Debug)]
 struct Part<'a> {
     values: &'a Tensor,
+    layout: TensorLayout,
     grad: &'a Tensor,
+    layout_of_grad: TensorLayout,
     master: Option<&'a Tensor>,
     /// In the order of the rule's slots.
     slots: Vec<&'a Tensor>,
@@ -36,8 +38,9 @@ struct Part<'a> {
 impl Part<'_> {
     /// Returns the copies that a step makes in the dtype of the arithmetic: of the values, of the gradient, of both or none.
     fn copies(&self) -> u64 {
-        let kind = work_kind(self.values.kind());
-        u64::from(self.master.is_none() && self.values.kind() != kind) + u64::from(self.grad.kind() != kind)
+        let kind = work_kind(self.layout.kind());
+        u64::from(self.master.is_none() && self.layout.kind() != kind)
+            + u64::from(self.layout_of_grad.kind() != kind)
     }
 }
 
@@ -69,7 +72,7 @@ impl<'a> Bucket<'a> {
 
     fn push(&mut self, part: &Part<'a>) -> Result<()> {
         let (_, _, kind, _) = self.key;
-        let layout = TensorLayout::of(part.values)?;
+        let layout = &part.layout;
         self.casts += part.copies() * layout.numel() as u64 * kind.elt_size_in_bytes() as u64;
         self.streams.push(part.stream);
         // The fused kernels treat memory as contiguous.
@@ -83,7 +86,7 @@ impl<'a> Bucket<'a> {
         };
         self.weights.push(weight);
         self.params.push(work);
-        self.grads.push(match TensorLayout::of(part.grad)?.is_contiguous() {
+        self.grads.push(match part.layout_of_grad.is_contiguous() {
             true => Dense::Same(part.grad),
             false => Dense::Copy(part.grad.f_detach()?.f_contiguous()?),
         });
@@ -179,12 +182,16 @@ fn update(
     for Live { parameter, grad, .. } in &*live {
         let Some(state) = &parameter.state else { continue };
         let values = &parameter.tensor;
-        let kind = work_kind(values.kind());
+        let (layout, layout_of_grad) = (TensorLayout::of(values)?, TensorLayout::of(grad)?);
+        let kind = work_kind(layout.kind());
         let own = rule_of(parameter.group);
-        let is_half = matches!(values.kind(), Kind::BFloat16 | Kind::Half);
+        let is_half = matches!(layout.kind(), Kind::BFloat16 | Kind::Half);
+        let device = layout.device();
         let part = Part {
             values,
+            layout,
             grad,
+            layout_of_grad,
             master: state.master.as_ref(),
             slots: state.slots.iter().map(|(_, tensor)| tensor).collect(),
             // The kernel increments it: it gets the number before this step.
@@ -194,11 +201,11 @@ fn update(
         };
         // A fused kernel gets each parameter's own step number.
         let number = if part.step.is_some() { 0 } else { state.step + 1 };
-        let key = (parameter.group, values.device(), kind, number);
+        let key = (parameter.group, device, kind, number);
         if let Some(slices) = slices::of(&part, own, parameter.whole)? {
             for slice in &slices {
                 let mut bucket = Bucket::new(key, &state.slots);
-                bucket.push(&slice.part())?;
+                bucket.push(&slice.part()?)?;
                 run(std::iter::once(bucket), groups, arguments, changed)?;
             }
             continue;

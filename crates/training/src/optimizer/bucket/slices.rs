@@ -29,44 +29,44 @@ pub(super) struct Slice {
 }
 
 impl Slice {
-    pub(super) fn part(&self) -> Part<'_> {
-        Part {
+    pub(super) fn part(&self) -> Result<Part<'_>> {
+        Ok(Part {
             values: &self.values,
+            layout: TensorLayout::of(&self.values)?,
             grad: &self.grad,
+            layout_of_grad: TensorLayout::of(&self.grad)?,
             master: self.master.as_ref(),
             slots: self.slots.iter().collect(),
             step: self.step.as_ref(),
             stream: self.stream,
-        }
+        })
     }
 }
 
 /// Returns the slices of a parameter of `whole` elements, or of a part of one; `None` if its update takes less memory, or cannot be divided.
 pub(super) fn of(part: &Part<'_>, rule: &dyn Rule, whole: i64) -> Result<Option<Vec<Slice>>> {
+    let elements = part.layout.numel() as i64;
+    let bytes = part.copies() * super::work_kind(part.layout.kind()).elt_size_in_bytes() as u64;
+    let divides = |granularity| UNIT % granularity == 0;
+    if bytes * elements.unsigned_abs() <= BYTES || !rule.granularity().is_some_and(divides) {
+        return Ok(None);
+    }
+    if !part.layout.is_contiguous() || !part.layout_of_grad.is_contiguous() {
+        return Ok(None);
+    }
     let shape = part.values.size();
     let extent = Extent { shape: &shape, whole };
-    let element = super::work_kind(part.values.kind()).elt_size_in_bytes() as u64;
-    let bytes = part.copies() * element;
-    let is_small = bytes * extent.elements().unsigned_abs() <= BYTES;
-    let divides = |granularity| UNIT % granularity == 0;
-    let contiguous = |tensor: &Tensor| Ok::<_, crate::Error>(TensorLayout::of(tensor)?.is_contiguous());
-    if is_small || !rule.granularity().is_some_and(divides) {
-        return Ok(None);
-    }
-    if !contiguous(part.values)? || !contiguous(part.grad)? {
-        return Ok(None);
-    }
     let length = ((BYTES / bytes) as i64 / UNIT * UNIT).max(UNIT);
     let per_value: Vec<i64> = rule.slots(extent).iter().map(|slot| slot.elements_per_value).collect();
     let mut slices = Vec::new();
-    for from in (0..extent.elements()).step_by(length as usize) {
-        let count = length.min(extent.elements() - from);
+    for from in (0..elements).step_by(length as usize) {
+        let count = length.min(elements - from);
         let flat = |tensor: &Tensor, per_value: i64| {
             let tensor = tensor.f_detach()?.f_view([-1])?;
             tensor.f_narrow(0, from / per_value, (count + per_value - 1) / per_value)
         };
         let slots = part.slots.iter().zip(&per_value);
-        let is_last = from + count == extent.elements();
+        let is_last = from + count == elements;
         slices.push(Slice {
             values: flat(part.values, 1)?,
             grad: flat(part.grad, 1)?,
