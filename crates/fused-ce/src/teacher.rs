@@ -18,7 +18,7 @@ pub(crate) fn check(inputs: &Inputs<'_>, options: &LinearCrossEntropy) -> Result
             "a teacher's distributions are of the whole vocabulary, not of a shard"
         }
         () if matches!(inputs.targets, Targets::Distributions(_)) => {
-            "the targets are distributions, and so are a teacher's; give classes, of which an ignored one has no teacher either"
+            "the targets are distributions, and so are a teacher's; give classes; positions whose class is ignored have no teacher"
         }
         () if options.shift != 0 => {
             "a shift moves the targets and not the teacher's positions; shift the targets themselves"

@@ -51,7 +51,7 @@ pub struct StepRecord {
     pub rewards: Option<[f64; 2]>,
     /// The rewards of answers, and how far the policy has moved, for an objective over rewards.
     pub policy: Option<PolicyRecord>,
-    /// The divergence from a teacher and the loss of the labels, of which [`StepRecord::loss`] is made, where there is one.
+    /// The divergence from a teacher and the loss of the labels, whose weighted mean is [`StepRecord::loss`]; `None` without a teacher.
     pub distilled: Option<DistillationFigures>,
     /// z₀ of an objective over rated answers, in nats: an estimate of the divergence from the reference.
     pub reference_point: Option<f64>,

@@ -119,7 +119,7 @@ fn period(counts: &[u64], length: u64) -> Vec<(u32, u32)> {
                     - i128::from(given[*source]) * i128::from(length);
                 due * slack as i128 >= i128::from(length)
             };
-            // The least ((x + 1)·(2K − 2) − 1) / c, of which equal ones are compared by their numbers.
+            // The source with the least ((x + 1)·(2K − 2) − 1) / c; among equal ones the first.
             let deadline =
                 |source: usize| (u128::from(given[source]) + 1) * slack.max(1) - u128::from(slack > 0);
             let earlier = |a: &usize, b: &usize| {

@@ -90,8 +90,8 @@ pub(super) fn in_turns(
     Ok(all)
 }
 
-/// Returns the log-probability of the labels of each sequence of a batch, and behind them that of prompts, each token of which counts with
-/// the weight of its example: `[sequences + 1]`. With [noise](crate::embedding_noise) of this α, if there is one.
+/// Returns the log-probability of the labels of each sequence of a batch, and behind them that of the prompts' tokens, each times the weight
+/// of its example: `[sequences + 1]`. With [noise](crate::embedding_noise) of this α, if there is one.
 pub(super) fn sequence_sums(model: &dyn LanguageModel, batch: &Batch, noise: Option<f64>) -> Result<Tensor> {
     let sequences = sequences(batch)?;
     let noise = noise.map(|alpha| strength(batch, alpha)).transpose()?;
