@@ -7,7 +7,7 @@ use frugal::Error;
 use frugal::config::{DivergenceKind, ObjectiveKind};
 use frugal::training::trainer::Overflow;
 
-use crate::pairs::{Rounding, broken, run_over};
+use crate::pairs::{Outcome, Rounding, broken, run_over};
 use crate::techniques::{Family, Promise, TECHNIQUES, Technique};
 
 /// With adapters, which the reference is without.
@@ -55,25 +55,24 @@ pub(crate) const DISTILLATION: Technique = Technique {
     },
 };
 
-#[test]
-fn every_technique_keeps_its_promise_or_is_refused_by_name() {
+/// Crosses an objective with every technique of another group, on two families. Returns the reasons of refusals with their numbers.
+///
+/// # Panics
+/// A technique that breaks its promise, or fails in another way.
+pub(crate) fn refusals(
+    objectives: &[&Technique],
+    run: impl Fn(Family, &[&Technique]) -> Result<Outcome, Error>,
+    check: impl Fn(&Technique, &Outcome),
+) -> String {
     let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
     let mut failures = Vec::new();
-    for objective in [&DPO, &KTO, &ORPO, &DISTILLATION] {
+    for objective in objectives {
         for family in [Family::Llama, Family::Gpt2] {
-            let of = |techniques: &[&Technique]| run_over(family, techniques, None, Overflow::Skip);
-            let plain = of(&[objective]).unwrap();
-            let first = match objective.name {
-                "DPO" => Some(2f64.ln()),
-                "KTO" => Some(0.5),
-                _ => None,
-            };
-            if let Some(first) = first {
-                assert!((plain.losses[0] - first).abs() < 1e-6, "{:?}", plain.losses);
-            }
+            let plain = run(family, &[objective]).unwrap();
+            check(objective, &plain);
             for technique in TECHNIQUES.iter().filter(|technique| technique.group != objective.group) {
                 let name = format!("{family:?}: {} + {}", objective.name, technique.name);
-                match of(&[technique, objective]) {
+                match run(family, &[technique, objective]) {
                     Err(Error::Conflict { why, .. }) => *reasons.entry(why.to_owned()).or_default() += 1,
                     Err(error) => failures.push(format!("{name}: {error}")),
                     Ok(with) => {
@@ -90,10 +89,25 @@ fn every_technique_keeps_its_promise_or_is_refused_by_name() {
     }
     assert!(failures.is_empty(), "\n{}", failures.join("\n"));
     let reasons: Vec<String> = reasons.iter().map(|(reason, count)| format!("{count} × {reason}")).collect();
+    reasons.join("\n")
+}
+
+#[test]
+fn every_technique_keeps_its_promise_or_is_refused_by_name() {
+    let run = |family: Family, techniques: &[&Technique]| run_over(family, techniques, None, Overflow::Skip);
+    let check = |objective: &Technique, plain: &Outcome| {
+        let first = match objective.name {
+            "DPO" => 2f64.ln(),
+            "KTO" => 0.5,
+            _ => return,
+        };
+        assert!((plain.losses[0] - first).abs() < 1e-6, "{:?}", plain.losses);
+    };
+    let reasons = refusals(&[&DPO, &KTO, &ORPO, &DISTILLATION], run, check);
     expect![[r#"
         4 × an adapter freezes the whole base
         6 × answers that are compared are in one micro-batch
         4 × the optimizer's state of trained layers in files is in files, too
         8 × the update on the host is that of offloaded layers"#]]
-    .assert_eq(&reasons.join("\n"));
+    .assert_eq(&reasons);
 }

@@ -3,7 +3,6 @@
 //! A technique that promises bits has the same answers, too. One that rounds in another way may sample another token at a near tie, which
 //! no answer of these does.
 
-use std::collections::BTreeMap;
 use std::time::Duration;
 
 use expect_test::expect;
@@ -18,9 +17,9 @@ use frugal::{Error, Recipe};
 use tch::Device;
 use testing::ranks::Ranks;
 
-use crate::objectives::DPO;
+use crate::objectives::{DPO, refusals};
 use crate::pairs::{Outcome, ROWS, Rounding, base, broken, outcome, prepare, rows};
-use crate::techniques::{Family, Promise, TECHNIQUES, Technique};
+use crate::techniques::{Family, Promise, Technique};
 
 const SAMPLES: usize = 4;
 
@@ -91,31 +90,10 @@ fn run_over(family: Family, techniques: &[&Technique], ranks: Option<Mesh>) -> R
 
 #[test]
 fn every_technique_keeps_its_promise_or_is_refused_by_name() {
-    let mut reasons: BTreeMap<String, usize> = BTreeMap::new();
-    let mut failures = Vec::new();
-    for objective in [&FULL, &ADAPTED] {
-        for family in [Family::Llama, Family::Gpt2] {
-            let plain = run(family, &[objective]).unwrap();
-            assert!(plain.norms.iter().all(|norm| *norm > 1e-3), "{:?}", plain.norms);
-            for technique in TECHNIQUES.iter().filter(|technique| technique.group != objective.group) {
-                let name = format!("{family:?}: {} + {}", objective.name, technique.name);
-                match run(family, &[technique, objective]) {
-                    Err(Error::Conflict { why, .. }) => *reasons.entry(why.to_owned()).or_default() += 1,
-                    Err(error) => failures.push(format!("{name}: {error}")),
-                    Ok(with) => {
-                        let rounding =
-                            if technique.group == "precision" { Rounding::Low } else { Rounding::Fp32 };
-                        failures.extend(
-                            broken(technique.promise, &with, &plain, rounding)
-                                .map(|found| format!("{name}: {found}")),
-                        );
-                    }
-                }
-            }
-        }
-    }
-    assert!(failures.is_empty(), "\n{}", failures.join("\n"));
-    let reasons: Vec<String> = reasons.iter().map(|(reason, count)| format!("{count} × {reason}")).collect();
+    let check = |_: &Technique, plain: &Outcome| {
+        assert!(plain.norms.iter().all(|norm| *norm > 1e-3), "{:?}", plain.norms);
+    };
+    let reasons = refusals(&[&FULL, &ADAPTED], run, check);
     expect![[r#"
         4 × a reward is for the answer that the model gives without noise
         2 × an adapter freezes the whole base
@@ -123,7 +101,7 @@ fn every_technique_keeps_its_promise_or_is_refused_by_name() {
         4 × rows are the model's own answers, which are not known before a step
         2 × the optimizer's state of trained layers in files is in files, too
         4 × the update on the host is that of offloaded layers"#]]
-    .assert_eq(&reasons.join("\n"));
+    .assert_eq(&reasons);
 }
 
 /// Questions of a step and micro-batches that two ranks cannot divide equally; stages; and techniques beside them.
