@@ -14,6 +14,8 @@ fn main() {
         return;
     }
     let lib = PathBuf::from(env::var("DEP_TCH_LIBTORCH_LIB").expect("torch-sys says where libtorch is"));
+    // For the build scripts of dependants: where a program finds libtorch after the checkout is gone.
+    println!("cargo::metadata=LIBTORCH_LIB={}", lib.canonicalize().unwrap_or_else(|_| lib.clone()).display());
     let torch = lib.parent().expect("libtorch's lib folder has a parent");
     let include = torch.join("include");
     assert!(

@@ -8,12 +8,12 @@ use std::time::Instant;
 use anyhow::{Context, Result, bail};
 use report::Specs;
 
+use crate::archive::{Entry, check_listing};
 use crate::cargo::{self, Executable, Optimization};
 use crate::programs::packages;
 use crate::torch::Pair;
 use crate::workspace::{BundledTest, MANIFEST, Manifest, Workspace};
 use crate::{revision, setup};
-use archive::Entry;
 
 /// Limit of the archive, so that it is copied quickly to a GPU that is rented by the minute: a larger one contains files that do not
 /// belong in it.
@@ -66,20 +66,12 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     let text = serde_json::to_string_pretty(&manifest).context("a manifest is plain data")?;
     entries.push(Entry::text(&Path::new("bin").join(MANIFEST), text, false));
     entries.push(Entry::text(Path::new("run.sh"), script(pair), true));
-    let shared = archive::shared_files(&workspace.root)?;
-    entries.extend(shared.into_iter().map(|file| Entry::file(&file, workspace.root.join(&file))));
-    archive::check_listing(&entries)?;
+    entries.extend(archive::shared_files(&workspace.root)?);
+    check_listing(&entries)?;
 
     let default = workspace.root.join(".bundle/frugal-bundle.tar.xz");
-    let out = match &args.out {
-        Some(out) => out,
-        None => {
-            std::fs::create_dir_all(default.parent().unwrap_or(&workspace.root))
-                .context("cannot create .bundle")?;
-            &default
-        }
-    };
-    let size = archive::write(out, entries)?;
+    let out = args.out.as_ref().unwrap_or(&default);
+    let size = archive::write(out, &entries)?;
     check_size(out, size)?;
     println!(
         "bundle: {} ({:.1} MiB, {} programs, {} tests, revision {}, {:.0} s); on a machine with torch {}: \

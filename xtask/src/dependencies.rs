@@ -118,6 +118,23 @@ pub(crate) fn check_licences(workspace: &Workspace) -> Result<()> {
 
 pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     workspace.need_sources("sbom")?;
+    let text = document(workspace)?;
+    match &args.out {
+        Some(path) => {
+            files::atomic_write::unsynced(path, text.as_bytes()).with_context(|| path.display().to_string())
+        }
+        None => {
+            print!("{text}");
+            Ok(())
+        }
+    }
+}
+
+/// The packages as a CycloneDX document.
+///
+/// # Errors
+/// A `Cargo.lock` that does not fit the manifests.
+pub(crate) fn document(workspace: &Workspace) -> Result<String> {
     let lock = std::fs::read_to_string(workspace.root.join("Cargo.lock")).context("Cargo.lock")?;
     let lock: Lock = toml::from_str(&lock).context("Cargo.lock")?;
     let checksums: BTreeMap<(String, String), String> = lock
@@ -134,16 +151,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
         "metadata": { "component": { "type": "application", "name": "frugal", "version": env!("CARGO_PKG_VERSION") } },
         "components": components,
     });
-    let text = serde_json::to_string_pretty(&document)? + "\n";
-    match &args.out {
-        Some(path) => {
-            files::atomic_write::unsynced(path, text.as_bytes()).with_context(|| path.display().to_string())
-        }
-        None => {
-            print!("{text}");
-            Ok(())
-        }
-    }
+    Ok(serde_json::to_string_pretty(&document)? + "\n")
 }
 
 fn component(package: &Package, checksums: &BTreeMap<(String, String), String>) -> Value {

@@ -14,6 +14,7 @@
 // A program's output is its standard output.
 #![allow(clippy::print_stdout)]
 
+mod archive;
 mod bundle;
 mod cargo;
 mod compare;
@@ -27,6 +28,7 @@ mod lint;
 mod pages;
 mod programs;
 mod python;
+mod release;
 mod revision;
 mod run_all;
 mod runner;
@@ -74,6 +76,8 @@ enum Verb {
     GpuDay(gpu_day::Args),
     /// Pack release binaries for a machine with torch and without Rust
     Bundle(bundle::Args),
+    /// Make what people install without Rust: a wheel, an archive with libtorch, their packages and checksums
+    Release(release::Args),
 }
 
 fn main() -> ExitCode {
@@ -91,6 +95,7 @@ fn main() -> ExitCode {
             Verb::Kernels(args) => kernels::run(&workspace, &args),
             Verb::GpuDay(args) => gpu_day::run(&workspace, &args),
             Verb::Bundle(args) => bundle::run(&workspace, &args),
+            Verb::Release(args) => release::run(&workspace, &args),
         }
     })
 }

@@ -39,6 +39,12 @@ pub const TOKENIZER: &str = "tokenizer.json";
 /// The environment variable with the folder of the data sets, for programs that run on another machine than the one that built them.
 pub const VARIABLE: &str = "FRUGAL_EMBEDDED";
 
+/// `data/` of the sources. A program for other machines has no path of this one: `cargo xtask release` sets the variable.
+const SOURCES: Option<&str> = match option_env!("FRUGAL_RELOCATABLE") {
+    Some(_) => None,
+    None => Some(concat!(env!("CARGO_MANIFEST_DIR"), "/../../data")),
+};
+
 /// Returns the folder of the data sets. The first of these that has them is returned: the folder in `FRUGAL_EMBEDDED`, which is then the only
 /// one; `data/` of the sources that this program was built from; `data/` in the executable's folder, or in one of the two folders above
 /// it, as a bundle has it.
@@ -59,10 +65,9 @@ pub fn folder() -> Result<PathBuf> {
             ),
         });
     }
-    let sources = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../data");
     let executable = std::env::current_exe().unwrap_or_default();
     let beside = executable.ancestors().skip(1).take(3).map(|folder| folder.join("data"));
-    let mut candidates = std::iter::once(sources).chain(beside);
+    let mut candidates = SOURCES.map(PathBuf::from).into_iter().chain(beside);
     candidates.find(|folder| has_data(folder)).ok_or_else(|| Error::Empty {
         from: "embedded data".into(),
         reason: format!(

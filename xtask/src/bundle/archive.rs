@@ -1,101 +1,42 @@
 //! The content of a bundle, and how it is packed.
 
 use std::fs::File;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use anyhow::{Context, Result, bail};
+use anyhow::Result;
 use liblzma::stream::{Check, Filters, LzmaOptions, Stream};
 use liblzma::write::XzEncoder;
+
+use crate::archive::{self, Entry};
 
 /// The folder that an unpacked bundle makes.
 pub(super) const TOP: &str = "frugal-bundle";
 
-/// A file of a bundle.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) struct Entry {
-    /// Its path, relative to the bundle's top folder.
-    pub(super) place: PathBuf,
-    pub(super) content: Content,
-    pub(super) executable: bool,
-}
-
-/// Where a file's bytes come from.
-#[derive(Clone, Debug, PartialEq)]
-pub(super) enum Content {
-    File(PathBuf),
-    Text(String),
-}
-
-impl Entry {
-    pub(super) fn program(place: &Path, from: PathBuf) -> Self {
-        Self { place: place.to_owned(), content: Content::File(from), executable: true }
-    }
-
-    pub(super) fn file(place: &Path, from: PathBuf) -> Self {
-        Self { place: place.to_owned(), content: Content::File(from), executable: false }
-    }
-
-    pub(super) fn text(place: &Path, text: String, executable: bool) -> Self {
-        Self { place: place.to_owned(), content: Content::Text(text), executable }
-    }
-}
-
 /// The files of the checkout that programs and tests read: registered experiments, peers, data, and the files beside a
 /// crate's tests that are not source.
-pub(super) fn shared_files(root: &Path) -> Result<Vec<PathBuf>> {
+pub(super) fn shared_files(root: &Path) -> Result<Vec<Entry>> {
     let mut files = Vec::new();
-    walk(root, Path::new("xtask/peers"), &mut files)?;
-    walk(root, Path::new("data"), &mut files)?;
-    for member in sorted(&root.join("crates"))? {
-        let member = Path::new("crates").join(member);
-        // Tests start in this folder, so it must exist; its manifest makes it exist.
-        files.push(member.join("Cargo.toml"));
-        for folder in ["tests", "data", "experiments"] {
-            walk(root, &member.join(folder), &mut files)?;
-        }
+    for folder in ["xtask/peers", "data", "crates"] {
+        archive::walk(&root.join(folder), Path::new(folder), &mut files)?;
     }
-    files.retain(|file| {
-        let source =
-            file.starts_with("crates") && file.extension().is_some_and(|extension| extension == "rs");
-        let compiled = file.components().any(|part| part.as_os_str() == "__pycache__");
-        !source && !compiled && root.join(file).is_file()
-    });
+    let wanted = |place: &Path| {
+        let names: Vec<_> = place.iter().map(|name| name.to_string_lossy()).collect();
+        if names.iter().any(|name| name == "__pycache__") {
+            return false;
+        }
+        match names.as_slice() {
+            // Tests start in the crate's folder, so it must exist; its manifest makes it exist.
+            [first, _, manifest] if first == "crates" => manifest == "Cargo.toml",
+            [first, _, folder, ..] if first == "crates" => {
+                ["tests", "data", "experiments"].contains(&&**folder)
+                    && place.extension().is_none_or(|e| e != "rs")
+            }
+            _ => true,
+        }
+    };
+    files.retain(|file| wanted(&file.place));
     Ok(files)
-}
-
-fn walk(root: &Path, folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
-    if !root.join(folder).is_dir() {
-        return Ok(());
-    }
-    for name in sorted(&root.join(folder))? {
-        let path = folder.join(name);
-        if root.join(&path).is_dir() {
-            walk(root, &path, files)?;
-        } else {
-            files.push(path);
-        }
-    }
-    Ok(())
-}
-
-fn sorted(folder: &Path) -> Result<Vec<std::ffi::OsString>> {
-    let entries = std::fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
-    let mut names: Vec<_> = entries.flatten().map(|entry| entry.file_name()).collect();
-    names.sort();
-    Ok(names)
-}
-
-/// Refuses a listing that would unpack outside its folder, or one file over another: a bug of this program.
-pub(super) fn check_listing(entries: &[Entry]) -> Result<()> {
-    let mut seen = std::collections::HashSet::new();
-    for entry in entries {
-        let plain = entry.place.components().all(|part| matches!(part, std::path::Component::Normal(_)));
-        if !plain || !seen.insert(&entry.place) {
-            bail!("{} is in the bundle twice, or points outside it", entry.place.display());
-        }
-    }
-    Ok(())
 }
 
 /// The programs and tests contain the same libraries; the dictionary is large enough to find them again in the next file.
@@ -114,37 +55,15 @@ fn encoder(file: File) -> Result<XzEncoder<File>, liblzma::stream::Error> {
 }
 
 /// Packs the entries into `out` and returns the archive's size in bytes.
-pub(super) fn write(out: &Path, entries: Vec<Entry>) -> Result<u64> {
-    let cannot =
-        || format!("cannot write {}; give --out a file in a folder that you may write", out.display());
+pub(super) fn write(out: &Path, entries: &[Entry]) -> Result<u64> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |time| time.as_secs());
-    let partial = out.with_extension(format!("partial-{}", std::process::id()));
-    let file = File::create(&partial).with_context(cannot)?;
-    let mut archive = tar::Builder::new(encoder(file).with_context(cannot)?);
-    for entry in entries {
-        let bytes = match entry.content {
-            Content::Text(text) => text.into_bytes(),
-            Content::File(path) => {
-                std::fs::read(&path).with_context(|| format!("cannot read {}", path.display()))?
-            }
-        };
-        let mut header = tar::Header::new_gnu();
-        header.set_size(bytes.len() as u64);
-        header.set_mode(if entry.executable { 0o755 } else { 0o644 });
-        header.set_mtime(now);
-        archive
-            .append_data(&mut header, Path::new(TOP).join(&entry.place), &bytes[..])
-            .with_context(cannot)?;
-    }
-    let file = archive.into_inner().and_then(XzEncoder::finish).with_context(cannot)?;
-    let size = file.metadata().with_context(cannot)?.len();
-    std::fs::rename(&partial, out).with_context(cannot)?;
-    Ok(size)
+    archive::write(out, |file| Ok(archive::tar(encoder(file)?, TOP, now, entries)?.finish()?))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::archive::check_listing;
 
     #[test]
     fn shared_files_are_data_and_no_sources() {
@@ -166,7 +85,7 @@ mod tests {
             std::fs::write(path, file).unwrap();
         }
         let files: Vec<String> =
-            shared_files(dir.path()).unwrap().iter().map(|file| file.to_str().unwrap().to_owned()).collect();
+            shared_files(dir.path()).unwrap().iter().map(|file| file.place.display().to_string()).collect();
         assert_eq!(
             files,
             [
@@ -191,7 +110,7 @@ mod tests {
             Entry::text(Path::new("bin/bundle.json"), "{}".into(), false),
         ];
         check_listing(&entries).unwrap();
-        let size = write(&out, entries).unwrap();
+        let size = write(&out, &entries).unwrap();
         assert_eq!(size, std::fs::metadata(&out).unwrap().len());
         let mut archive = tar::Archive::new(liblzma::read::XzDecoder::new(File::open(&out).unwrap()));
         let listing: Vec<String> = archive
@@ -216,14 +135,5 @@ mod tests {
                 "frugal-bundle/bin/bundle.json 644 2"
             ]
         );
-    }
-
-    #[test]
-    fn a_listing_stays_inside_and_names_nothing_twice() {
-        let entry = |place: &str| Entry::text(Path::new(place), String::new(), false);
-        assert!(check_listing(&[entry("a"), entry("b/a")]).is_ok());
-        for wrong in [vec![entry("a"), entry("a")], vec![entry("../a")], vec![entry("/a")]] {
-            assert!(check_listing(&wrong).is_err());
-        }
     }
 }

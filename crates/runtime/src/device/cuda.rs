@@ -52,9 +52,7 @@ pub(super) fn unusable() -> Result<Option<String>> {
         Cuda::NoLibrary { driver: false, .. }
         | Cuda::CannotLoad { driver: false, .. }
         | Cuda::NoDevice { driver: false } => Some(WITHOUT_DRIVER.to_owned()),
-        Cuda::NoLibrary { .. } => {
-            Some("this libtorch has no CUDA; `cargo xtask setup --cuda` installs one that has".to_owned())
-        }
+        Cuda::NoLibrary { .. } => Some(format!("this libtorch has no CUDA; {INSTALL}")),
         Cuda::CannotLoad { reason, .. } => {
             Some(format!("libtorch's CUDA library cannot be loaded: {reason}"))
         }
@@ -62,6 +60,10 @@ pub(super) fn unusable() -> Result<Option<String>> {
         Cuda::TooLate => Some("CUDA was looked for too late".to_owned()),
     })
 }
+
+/// How a libtorch with CUDA is got, in an environment of Python and in a checkout.
+const INSTALL: &str = "install one that has (`pip install torch` from the Python Package Index; in a checkout, `cargo \
+                       xtask setup --cuda`)";
 
 const WITHOUT_DRIVER: &str = "no CUDA device is usable: no NVIDIA driver is visible";
 
@@ -111,12 +113,12 @@ fn require_in(cuda: &Cuda, index: usize) -> Result<()> {
         Cuda::NoLibrary { driver: false, .. } | Cuda::CannotLoad { driver: false, .. } => NO_DRIVER.into(),
         Cuda::NoDevice { driver: false } => NO_DRIVER.into(),
         Cuda::NoLibrary { folder, driver: true } => format!(
-            "there is an NVIDIA driver, but this libtorch has no CUDA (no libtorch_cuda.so in {}); run `cargo xtask \
-             setup --cuda`, or use cpu",
+            "there is an NVIDIA driver, but this libtorch has no CUDA (no libtorch_cuda.so in {}); {INSTALL}, or use \
+             cpu",
             folder.display()
         ),
         Cuda::CannotLoad { library, reason, driver: true } => format!(
-            "there is an NVIDIA driver, but {} cannot be loaded: {reason}; run `cargo xtask setup --cuda`, or use cpu",
+            "there is an NVIDIA driver, but {} cannot be loaded: {reason}; {INSTALL}, or use cpu",
             library.display()
         ),
         Cuda::NoDevice { driver: true } => "there is an NVIDIA driver, but it shows no usable GPU; see that \
@@ -157,7 +159,7 @@ mod tests {
             &Cuda::NoLibrary { folder: folder.clone(), driver: true },
             0,
             expect![
-                "cuda:0 is not available here: there is an NVIDIA driver, but this libtorch has no CUDA (no libtorch_cuda.so in /torch/lib); run `cargo xtask setup --cuda`, or use cpu"
+                "cuda:0 is not available here: there is an NVIDIA driver, but this libtorch has no CUDA (no libtorch_cuda.so in /torch/lib); install one that has (`pip install torch` from the Python Package Index; in a checkout, `cargo xtask setup --cuda`), or use cpu"
             ],
         );
         let no_driver = expect![
@@ -169,7 +171,7 @@ mod tests {
             &Cuda::CannotLoad { library: library.clone(), reason: reason.clone(), driver: true },
             0,
             expect![
-                "cuda:0 is not available here: there is an NVIDIA driver, but /torch/lib/libtorch_cuda.so cannot be loaded: libcusparse.so.12: cannot open shared object file; run `cargo xtask setup --cuda`, or use cpu"
+                "cuda:0 is not available here: there is an NVIDIA driver, but /torch/lib/libtorch_cuda.so cannot be loaded: libcusparse.so.12: cannot open shared object file; install one that has (`pip install torch` from the Python Package Index; in a checkout, `cargo xtask setup --cuda`), or use cpu"
             ],
         );
         let unloadable = Cuda::CannotLoad { library, reason, driver: false };

@@ -128,7 +128,7 @@ impl Capture {
         let mut graph = CudaGraph::new().map_err(|error| Error::Unavailable {
             what: "a captured step".into(),
             reason: format!(
-                "{error}; install the libtorch that this was built for (`cargo xtask setup --cuda`)"
+                "{error}; install the libtorch that this was built for (in a checkout, `cargo xtask setup --cuda`)"
             ),
         })?;
         graph.begin(shared.map(|Pool(pool)| pool))?;

@@ -1,0 +1,30 @@
+/* Symbols of libstdc++ that GCC's headers since version 11 refer to and GCC 8's library (RHEL 8, Debian 10) lacks, in terms of older
+ * ones. A further one is an error of the link, not of the machine that runs the program. */
+#define HIDDEN __attribute__((visibility("hidden")))
+
+extern void copy_exception(void *self, const void *other);
+extern void drop_exception(void *self);
+extern void bad_array_length(void);
+extern void open_stream(void *self, int mode);
+/* By version: by name, these would be the inline functions of this program, which call the definitions below. */
+__asm__(".symver copy_exception, _ZNSt15__exception_ptr13exception_ptrC1ERKS0_@CXXABI_1.3.3");
+__asm__(".symver drop_exception, _ZNSt15__exception_ptr13exception_ptrD1Ev@CXXABI_1.3.3");
+__asm__(".symver bad_array_length, __cxa_throw_bad_array_new_length@CXXABI_1.3.8");
+__asm__(".symver open_stream, "
+        "_ZNSt7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIcEEC1ESt13_Ios_Openmode@GLIBCXX_3.4.21");
+
+/* std::exception_ptr::_M_addref() and _M_release(): the copy's constructor counts one reference more, the destructor one less. */
+HIDDEN void _ZNSt15__exception_ptr13exception_ptr9_M_addrefEv(void **self) {
+    void *copy;
+    copy_exception(&copy, self);
+}
+HIDDEN void _ZNSt15__exception_ptr13exception_ptr10_M_releaseEv(void **self) { drop_exception(self); }
+
+/* std::__throw_bad_array_new_length() */
+HIDDEN void _ZSt28__throw_bad_array_new_lengthv(void) { bad_array_length(); }
+
+/* std::ostringstream::ostringstream(), with std::ios_base::out */
+HIDDEN void _ZNSt7__cxx1119basic_ostringstreamIcSt11char_traitsIcESaIcEEC1Ev(void *self) { open_stream(self, 16); }
+
+/* glibc 2.32: libstdc++'s headers count references without atomic operations while it is not 0. */
+HIDDEN char __libc_single_threaded = 0;
