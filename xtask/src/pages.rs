@@ -1,5 +1,7 @@
 //! `cargo xtask report`, and the last step of every measuring verb: writes the pages, prints the claims and the path.
 
+mod pdf;
+
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail};
@@ -18,6 +20,9 @@ pub(crate) struct Args {
     /// Folder of the report; its records are read from DIR/records
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
+    /// Also print the page as report.pdf, with a Chromium found on PATH
+    #[arg(long)]
+    pdf: bool,
 }
 
 pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
@@ -27,7 +32,11 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
         let old = read_records(&records_of(against))?;
         println!("{}", report::against::compare(&specs, &old, &folder.read()?).markdown());
     }
-    folder.finish(&specs)
+    folder.finish(&specs)?;
+    if args.pdf {
+        println!("printed: {}", pdf::print(&folder.out.join("index.html"))?.display());
+    }
+    Ok(())
 }
 
 /// The records of a report's folder, or of a folder that holds records itself.
@@ -192,13 +201,12 @@ impl Folder {
         read_records(&self.records())
     }
 
-    /// The reports of other machines: folders within this one that have records of their own, and the folder that this one
-    /// is in.
+    /// The records of other machines: of folders within this one.
     fn others(&self) -> Result<Vec<OtherReport>> {
         let entries =
             std::fs::read_dir(&self.out).with_context(|| format!("cannot read {}", self.out.display()))?;
         let mut folders: Vec<PathBuf> = entries.flatten().map(|entry| entry.path()).collect();
-        folders.retain(|folder| is_report(folder));
+        folders.retain(|folder| folder.join("records").is_dir());
         folders.sort();
         let other = |folder: String| {
             let records = read_records(&self.out.join(&folder).join("records"))?;
@@ -206,7 +214,7 @@ impl Folder {
         };
         let within =
             folders.iter().filter_map(|folder| Some(folder.file_name()?.to_string_lossy().into_owned()));
-        within.chain(is_report(&self.out.join("..")).then(|| "..".to_owned())).map(other).collect()
+        within.map(other).collect()
     }
 
     /// Writes the pages, prints the claims, and last the path of the page.
@@ -216,6 +224,9 @@ impl Folder {
         let written = report::site::write(specs, &self.read()?, &runs, &self.others()?, &self.out)?;
         for claim in &written.claims {
             println!("{claim}");
+        }
+        for problem in &written.problems {
+            println!("not on the page: {problem}");
         }
         println!("report: {}", written.page.display());
         Ok(())
@@ -237,10 +248,6 @@ impl Rounds {
     pub(crate) fn are_enough(self) -> bool {
         self.done >= self.needed
     }
-}
-
-fn is_report(folder: &Path) -> bool {
-    folder.join("records").is_dir() && folder.join("index.html").is_file()
 }
 
 /// The records of every file in `folder`, in the order of the files' names.

@@ -108,7 +108,7 @@ fn check_one(claim: &Claim, measured: &Measurements, runs: &[RunOutcome]) -> Che
         .max_by(|(a, _), (b, _)| badness(*a).total_cmp(&badness(*b)));
     let tied = worst
         .and_then(|(value, metric)| Some((value, metric.interval?)))
-        .filter(|(_, (low, high))| (*low..=*high).contains(&claim.limit));
+        .filter(|(_, (low, high))| *low < *high && (*low..=*high).contains(&claim.limit));
     let (worst, note) = worst.map_or((None, None), |(value, metric)| (Some(value), metric.note.clone()));
     let missing = matching.iter().find(|record| record.metric.value.is_none());
     let verdict = match (tied, worst, missing) {

@@ -1,7 +1,8 @@
 //! Ratios of this project's figures to a peer's, round by round.
 //!
 //! A machine's speed drifts. Two programs that alternate drift together, so each ratio is computed within one round, and
-//! the figure is the median of the rounds' ratios, with their spread and, from six rounds on, the 95 % interval of the median.
+//! the figure is the median of the rounds' ratios, with their spread and, from two rounds on, a 95 % interval: of order statistics from six
+//! rounds on, below by Student's t over the logarithms.
 
 use crate::measurements::{IMPLEMENTATION_KEY, ROUND_KEY, distinct, newest};
 use crate::record::{Case, Metric, Record};
@@ -66,7 +67,7 @@ fn ratios_of(ratio: &Ratio, records: &[Record]) -> Vec<Record> {
             Metric::not_measured(&ratio.name, "ratio", &why.unwrap_or("no record".into()))
         } else {
             let note = notes.into_iter().flatten().reduce(|first, second| format!("{first}; {second}"));
-            let interval = statistics::median_interval(&values);
+            let interval = statistics::median_interval(&values).or_else(|| statistics::log_interval(&values));
             Metric { note, interval, ..Metric::of_samples(&ratio.name, "ratio", &values) }
         };
         let last = mine.iter().max_by_key(|r| r.environment.unix_time).expect("a group has a record of ours");

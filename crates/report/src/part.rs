@@ -1,11 +1,11 @@
-//! The report as it is read: an opening screen, then a part for each assignment.
+//! The appendix: a part for each assignment, with everything that was measured on every machine.
 
 use crate::claim::{self, CheckedClaim};
 use crate::finding;
 use crate::measurements::{Measurements, distinct};
 use crate::record::Record;
 use crate::run::RunOutcome;
-use crate::section::{Section, environments, main_environment, sections};
+use crate::section::{Section, sections};
 use crate::spec::{self, Specs};
 
 /// The report of another machine, whose folder lies within this report's.
@@ -29,48 +29,17 @@ impl OtherReport {
         let record = self.records.iter().find(|record| record.experiment == experiment);
         record.map_or(self.machine(), |record| record.environment.machine())
     }
-
-    /// Returns its page.
-    pub fn page(&self) -> String {
-        format!("{}/index.html", self.folder)
-    }
 }
 
 /// Everything that the report shows.
 #[derive(Clone, Debug)]
 pub struct Document {
-    /// The first screen; `None` where no crate registers one.
-    pub opening: Option<Opening>,
     /// Every claim with its verdict.
     pub claims: Vec<CheckedClaim>,
-    /// The newest setting of the machine that most records are of.
-    pub machine: Option<String>,
-    /// The machines and revisions of the records.
-    pub environments: Vec<String>,
-    /// The machines of other reports, each with its page.
-    pub others: Vec<(String, String)>,
+    /// Each machine with the verdicts on its own records.
+    pub by_machine: Vec<(String, Vec<CheckedClaim>)>,
     /// The parts, in their order.
     pub parts: Vec<Part>,
-}
-
-/// The first screen.
-#[derive(Clone, Debug)]
-pub struct Opening {
-    /// Description of the project, in Markdown.
-    pub about: String,
-    /// The figures that stand first.
-    pub headlines: Vec<Headline>,
-}
-
-/// A claim's figure, ready to be drawn.
-#[derive(Clone, Debug)]
-pub struct Headline {
-    /// Name of the figure.
-    pub title: String,
-    /// The claim with its verdict.
-    pub claim: CheckedClaim,
-    /// The value that counts as 1.
-    pub baseline: Option<String>,
 }
 
 /// A part of the report.
@@ -106,17 +75,9 @@ pub struct Row {
 impl Document {
     /// Computes the report of `records`. `others` are the reports of other machines.
     pub fn new(specs: &Specs, records: &[Record], runs: &[RunOutcome], others: &[OtherReport]) -> Self {
-        let claims = claim::check_anywhere(specs, records, runs, others);
-        let opening = specs.opening.as_ref().map(|opening| Opening {
-            about: opening.about.clone(),
-            headlines: opening.headlines.iter().filter_map(|one| headline(one, &claims)).collect(),
-        });
         Self {
-            opening,
-            claims,
-            machine: main_environment(records),
-            environments: environments(records),
-            others: others.iter().map(|other| (other.machine().to_owned(), other.page())).collect(),
+            claims: claim::check_anywhere(specs, records, runs, others),
+            by_machine: by_machine(specs, records, others),
             parts: parts(specs, records, runs, others),
         }
     }
@@ -133,19 +94,32 @@ impl Document {
     }
 }
 
-fn headline(spec: &spec::Headline, claims: &[CheckedClaim]) -> Option<Headline> {
-    let claim = claims.iter().find(|checked| checked.claim.name == spec.claim)?.clone();
-    Some(Headline { title: spec.title.clone(), claim, baseline: spec.baseline.clone() })
+/// The verdicts on the records of each machine of the page, or of all of them.
+fn by_machine(specs: &Specs, records: &[Record], others: &[OtherReport]) -> Vec<(String, Vec<CheckedClaim>)> {
+    let Some(front) = &specs.front else {
+        let machine = records.first().map_or("measured", |record| record.environment.machine());
+        return vec![(machine.to_owned(), claim::check(specs, records, &[]))];
+    };
+    let all: Vec<&Record> = records.iter().chain(others.iter().flat_map(|other| &other.records)).collect();
+    let of = |machine: &spec::Machine| {
+        let mine = all.iter().filter(|record| record.environment.machine().contains(&machine.matches));
+        let mine: Vec<Record> = mine.copied().cloned().collect();
+        (machine.title.clone(), claim::check(specs, &mine, &[]))
+    };
+    front.machines.iter().map(of).collect()
 }
 
 /// The parts; sections that none of them names stand in the last one.
 fn parts(specs: &Specs, records: &[Record], runs: &[RunOutcome], others: &[OtherReport]) -> Vec<Part> {
-    let mut left = sections(specs, records, runs);
-    for section in &mut left {
-        let has = |other: &&OtherReport| other.records.iter().any(|record| record.experiment == section.name);
-        let machine = |other: &OtherReport| other.machine_of(&section.name).to_owned();
-        let pages = others.iter().filter(has).map(|other| (machine(other), other.page()));
-        section.elsewhere = pages.collect();
+    let mut left = sections(specs, records, runs, "");
+    for other in others {
+        let folder = format!("{}/", other.folder);
+        for section in sections(specs, &other.records, &[], &folder).into_iter().filter(|s| s.has_records) {
+            match left.iter_mut().find(|here| here.name == section.name) {
+                Some(here) => here.elsewhere.push(section),
+                None => left.push(section),
+            }
+        }
     }
     let row = |row: &spec::Row| answer(specs, row, records, others);
     let mut parts: Vec<Part> = specs

@@ -8,6 +8,7 @@ mod axis;
 mod bars;
 pub mod curves;
 mod figure;
+pub(crate) mod panels;
 mod place;
 mod svg;
 mod timeline;
@@ -50,6 +51,15 @@ fn draw_in(spec: &Plot, measured: &Measurements, width: f64) -> Option<String> {
 /// `spec` asks for none.
 pub fn trace(spec: &Plot, measured: &Measurements) -> Option<String> {
     spec.trace.then(|| timeline::spans(spec, measured).map(|figure| timeline::trace(&figure)))?
+}
+
+/// Returns width and height of a drawing.
+pub fn size(svg: &str) -> (f64, f64) {
+    let number = |name: &str| {
+        let rest = svg.split_once(&format!(" {name}=\""))?.1;
+        rest.split('"').next()?.parse().ok()
+    };
+    (number("width").unwrap_or(WIDE), number("height").unwrap_or(WIDE))
 }
 
 /// Whether a drawing of this width is for a narrow page.

@@ -34,8 +34,12 @@ pub struct Section {
     pub run: Option<RunState>,
     /// Whether it has records.
     pub has_records: bool,
-    /// Machine and page of the other reports that have records of it.
-    pub elsewhere: Vec<(String, String)>,
+    /// The machine of its records.
+    pub machine: String,
+    /// The folder of its files relative to the page: empty, or `h200/`.
+    pub folder: String,
+    /// The same section of the other reports that have records of it.
+    pub elsewhere: Vec<Section>,
 }
 
 /// A plot that was drawn.
@@ -47,18 +51,18 @@ pub struct DrawnPlot {
     pub file: String,
     /// The SVG document.
     pub svg: String,
-    /// The SVG document for a narrow page.
-    pub narrow: String,
+    /// Width and height of the document.
+    pub size: (f64, f64),
     /// The trace of a timeline: its file, relative to the report's folder, and its text.
     pub trace: Option<(String, String)>,
 }
 
 impl Section {
-    /// Returns the name of its CSV file. An experiment that no crate registers may have any name, so characters other than letters, digits,
+    /// Returns its CSV file, relative to the page. An experiment that no crate registers may have any name, so characters other than letters, digits,
     /// `-` and `_` become `_`.
     pub fn csv_file(&self) -> String {
         let plain = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '-' | '_') { c } else { '_' };
-        self.name.chars().map(plain).collect::<String>() + ".csv"
+        self.folder.clone() + &self.name.chars().map(plain).collect::<String>() + ".csv"
     }
 
     /// Describes the run: `done in 12.0 s`, `failed: …`, `skipped: …`; without a run, whether there are records.
@@ -73,11 +77,14 @@ impl Section {
 }
 
 /// Returns a section for each experiment, then for each comparison, then for each experiment that has records but is not registered.
-pub fn sections(specs: &Specs, records: &[Record], runs: &[RunOutcome]) -> Vec<Section> {
+/// `folder` is where its files are, relative to the page.
+pub fn sections(specs: &Specs, records: &[Record], runs: &[RunOutcome], folder: &str) -> Vec<Section> {
     let build = |name: &str, title: &str, about: &str, views: Views, command: String| {
         let measured = Measurements::select(specs, name, records);
         let run = runs.iter().find(|run| run.experiment == name).map(|run| run.state.clone());
-        section(name, title, about, &views, command, &measured, run)
+        let mut built = section((name, folder), title, about, &views, &measured, run);
+        built.command = command;
+        built
     };
     let mut sections = Vec::new();
     for e in &specs.experiments {
@@ -109,11 +116,10 @@ struct Views<'a> {
 
 /// Builds a section from the records of its experiment. Tables and plots without records are left out.
 fn section(
-    name: &str,
+    (name, folder): (&str, &str),
     title: &str,
     about: &str,
     views: &Views,
-    command: String,
     measured: &Measurements,
     run: Option<RunState>,
 ) -> Section {
@@ -121,11 +127,11 @@ fn section(
     let all_measurements = [spec::Table { title: "All measurements".into(), ..spec::Table::default() }];
     let tables = if views.tables.is_empty() { &all_measurements } else { views.tables };
     let draw = |spec: &spec::Plot| {
-        let file = format!("plots/{name}-{}.svg", spec.name);
-        let (svg, narrow) = (plot::draw(spec, measured)?, plot::draw_narrow(spec, measured)?);
+        let file = format!("{folder}plots/{name}-{}.svg", spec.name);
+        let svg = plot::draw(spec, measured)?;
         let trace =
-            plot::trace(spec, measured).map(|text| (format!("traces/{name}-{}.json", spec.name), text));
-        Some(DrawnPlot { title: spec.title.clone(), file, svg, narrow, trace })
+            plot::trace(spec, measured).map(|text| (format!("{folder}traces/{name}-{}.json", spec.name), text));
+        Some(DrawnPlot { title: spec.title.clone(), file, size: plot::size(&svg), svg, trace })
     };
     Section {
         name: name.into(),
@@ -140,16 +146,18 @@ fn section(
             .filter(|finding| has_records && measured.cases().any(|case| finding.of.matches(case)))
             .flat_map(|finding| finding::sentences(finding, measured))
             .collect(),
-        command,
+        command: String::new(),
         environments: environments(measured.records()),
         run,
         has_records,
+        machine: measured.records().first().map_or("", |record| record.environment.machine()).to_owned(),
+        folder: folder.into(),
         elsewhere: Vec::new(),
     }
 }
 
 /// Returns each machine and revision once, with the days of its first and last record.
-pub(crate) fn environments(records: &[Record]) -> Vec<String> {
+fn environments(records: &[Record]) -> Vec<String> {
     let mut order = Vec::new();
     let mut days: BTreeMap<String, (u64, u64)> = BTreeMap::new();
     for Record { environment, .. } in records {
@@ -166,18 +174,6 @@ pub(crate) fn environments(records: &[Record]) -> Vec<String> {
         if first == last { format!("{machine}, {first}") } else { format!("{machine}, {first} to {last}") }
     };
     order.iter().map(line).collect()
-}
-
-/// Returns the newest environment of the machine and device that have the most records.
-pub(crate) fn main_environment(records: &[Record]) -> Option<String> {
-    let mut counts: BTreeMap<(&str, &str), usize> = BTreeMap::new();
-    for Record { environment, .. } in records {
-        *counts.entry((&environment.device, &environment.cpu)).or_default() += 1;
-    }
-    let (device, cpu) = counts.into_iter().max_by_key(|(_, count)| *count)?.0;
-    let here = records.iter().map(|r| &r.environment).filter(|e| e.device == device && e.cpu == cpu);
-    let newest = here.max_by_key(|e| e.unix_time)?;
-    Some(format!("{}, {}", describe(newest), day(newest.unix_time)))
 }
 
 /// Describes an environment without its day: device, threads, memory, scale, implementations, libtorch and revision.

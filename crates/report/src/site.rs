@@ -1,4 +1,4 @@
-//! Writes the whole report: a page, Markdown files, one CSV file per experiment and one SVG file per plot.
+//! Writes the whole report: a page, its appendix, an index in Markdown, one CSV file per experiment and one SVG file per plot.
 
 use std::path::{Path, PathBuf};
 
@@ -8,8 +8,9 @@ use crate::measurements::newest;
 use crate::part::{Document, OtherReport};
 use crate::record::Record;
 use crate::run::RunOutcome;
+use crate::section::Section;
 use crate::spec::Specs;
-use crate::{markdown, page, tidy_csv};
+use crate::{front, markdown, page, tidy_csv};
 use files::atomic_write;
 
 /// The report cannot be written.
@@ -34,11 +35,13 @@ pub struct Written {
     pub files: Vec<PathBuf>,
     /// Every claim with its verdict.
     pub claims: Vec<CheckedClaim>,
+    /// What the page's articles ask for and no record has.
+    pub problems: Vec<String>,
 }
 
-/// Writes `index.html`, `report.md` with a `part-<name>.md` for each part, `<experiment>.csv` and `plots/<experiment>-<plot>.svg`, and a
+/// Writes `index.html`, `appendix/<part>.html`, `report.md`, `claims.md`, `<experiment>.csv`, `plots/<experiment>-<plot>.svg`, and a
 /// timeline's `traces/<experiment>-<plot>.json`, into the folder `out`, which is created if missing. Files of the same names are replaced,
-/// others stay. `others` are reports of other machines, in folders within `out`, whose figures are shown beside.
+/// others stay. `others` are the records of other machines, in folders within `out`, which get their CSV files, plots and traces there.
 pub fn write(
     specs: &Specs,
     records: &[Record],
@@ -50,25 +53,23 @@ pub fn write(
     let document = Document::new(specs, &records, runs, others);
     let mut folder = Folder { out, files: Vec::new() };
     for section in document.sections() {
-        for plot in &section.plots {
-            folder.write(&plot.file, &plot.svg)?;
-            if let Some((file, text)) = &plot.trace {
-                folder.write(file, text)?;
-            }
-        }
-        let mut mine: Vec<_> = records.iter().filter(|r| r.experiment == section.name).cloned().collect();
-        if let Some(comparison) = specs.comparison(&section.name) {
-            mine.extend(comparison::ratios(comparison, &mine));
-        }
-        if !mine.is_empty() {
-            folder.write(&section.csv_file(), &tidy_csv::write(&mine))?;
+        folder.section(specs, section, &records)?;
+        for other in &section.elsewhere {
+            let theirs = others.iter().find(|one| other.folder.strip_suffix('/') == Some(&one.folder));
+            folder.section(specs, other, theirs.map_or(&[][..], |one| &one.records))?;
         }
     }
-    for (name, text) in markdown::files(&document) {
+    let all: Vec<&Record> = records.iter().chain(others.iter().flat_map(|other| &other.records)).collect();
+    let front = front::build(specs, &all);
+    for (name, text) in markdown::files(front.as_ref(), &document) {
         folder.write(&name, &text)?;
     }
-    let page = folder.write("index.html", &page::html(&document))?;
-    Ok(Written { page, files: folder.files, claims: document.claims })
+    for (name, text) in page::appendix(&document) {
+        folder.write(&name, &text)?;
+    }
+    let page = folder.write("index.html", &page::html(front.as_ref(), &document))?;
+    let problems = front.map(|front| front.problems).unwrap_or_default();
+    Ok(Written { page, files: folder.files, claims: document.claims, problems })
 }
 
 struct Folder<'a> {
@@ -77,6 +78,24 @@ struct Folder<'a> {
 }
 
 impl Folder<'_> {
+    /// Writes the plots, traces and the CSV file of a section from its machine's records.
+    fn section(&mut self, specs: &Specs, section: &Section, records: &[Record]) -> Result<(), SiteError> {
+        for plot in &section.plots {
+            self.write(&plot.file, &plot.svg)?;
+            if let Some((file, text)) = &plot.trace {
+                self.write(file, text)?;
+            }
+        }
+        let mut mine = newest(records.iter().filter(|r| r.experiment == section.name));
+        if let Some(comparison) = specs.comparison(&section.name) {
+            mine.extend(comparison::ratios(comparison, &mine));
+        }
+        if !mine.is_empty() {
+            self.write(&section.csv_file(), &tidy_csv::write(&mine))?;
+        }
+        Ok(())
+    }
+
     fn write(&mut self, name: &str, text: &str) -> Result<PathBuf, SiteError> {
         let path = self.out.join(name);
         let folder = path.parent().unwrap_or(self.out);

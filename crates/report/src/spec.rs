@@ -31,6 +31,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod article;
 mod load;
 mod part;
 mod template;
@@ -41,8 +42,11 @@ use serde::Deserialize;
 use crate::cli::Scale;
 use crate::environment::Environment;
 use crate::filter::Filter;
+pub use article::{
+    Article, Exhibit, Figure, FigureKind, Front, Grid, GridColumn, GridRow, Item, Machine, Measure, Panel, Peer, Says,
+};
 pub use load::{FOLDER, SpecError};
-pub use part::{Answer, Headline, Opening, Part, Row};
+pub use part::{Answer, Part, Row};
 pub use template::{Operand, Template};
 pub(crate) use template::{Piece, Quantity};
 pub use view::{Finding, Plot, PlotKind, Table, Wording};
@@ -63,8 +67,11 @@ pub struct Specs {
     /// `[[part]]`: the assignments' questions, and which sections belong to them.
     #[serde(rename = "part")]
     pub parts: Vec<Part>,
-    /// `[opening]`: the first screen.
-    pub opening: Option<Opening>,
+    /// `[front]`: what the page begins with.
+    pub front: Option<Front>,
+    /// `[[article]]`: the page's articles.
+    #[serde(rename = "article")]
+    pub articles: Vec<Article>,
 }
 
 impl Specs {

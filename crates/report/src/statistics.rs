@@ -39,6 +39,33 @@ pub fn median_interval(samples: &[f64]) -> Option<(f64, f64)> {
     (k > 0).then(|| (sorted[k - 1], sorted[n - k]))
 }
 
+/// The quantile 0.975 of Student's t distribution.
+pub fn t_quantile(degrees: usize) -> f64 {
+    const TABLE: [f64; 30] = [
+        12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
+        2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+    ];
+    match degrees {
+        0 => f64::INFINITY,
+        1..=30 => TABLE[degrees - 1],
+        // Within 0.001 of the table's entries beyond 30.
+        more => 1.96 + 2.4 / more as f64,
+    }
+}
+
+/// The 95 % interval of the geometric mean of positive `values`, by Student's t over their logarithms; `None` below two.
+pub fn log_interval(values: &[f64]) -> Option<(f64, f64)> {
+    let n = values.len();
+    if n < 2 || values.iter().any(|value| *value <= 0.0) {
+        return None;
+    }
+    let logs: Vec<f64> = values.iter().map(|value| value.ln()).collect();
+    let mean = logs.iter().sum::<f64>() / n as f64;
+    let squares: f64 = logs.iter().map(|log| (log - mean).powi(2)).sum();
+    let wide = t_quantile(n - 1) * (squares / (n - 1) as f64 / n as f64).sqrt();
+    Some(((mean - wide).exp(), (mean + wide).exp()))
+}
+
 /// The quantile `q` in `0.0..=1.0` of sorted samples, linear between neighbours.
 fn quantile(sorted: &[f64], q: f64) -> f64 {
     let position = q * (sorted.len() - 1) as f64;
@@ -55,6 +82,20 @@ mod tests {
         assert_eq!(summarize(&[]), None);
         assert_eq!(summarize(&[3.0]), Some(Summary { median: 3.0, spread: 0.0 }));
         assert_eq!(summarize(&[4.0, 1.0, 3.0, 2.0, 5.0]), Some(Summary { median: 3.0, spread: 1.0 }));
+    }
+
+    #[test]
+    fn the_interval_of_a_mean_of_ratios() {
+        assert_eq!(log_interval(&[2.0]), None);
+        assert_eq!(log_interval(&[2.0, 2.0]).map(|(low, high)| (low.round(), high.round())), Some((2.0, 2.0)));
+        // Mean 0 and standard deviation ln 2 of three logarithms: 4.303 · ln 2 / √3.
+        let (low, high) = log_interval(&[0.5, 1.0, 2.0]).unwrap();
+        let wide = (4.303 * 2f64.ln() / 3f64.sqrt()).exp();
+        assert!((high - wide).abs() < 1e-9 && (low - 1.0 / wide).abs() < 1e-9, "{low} {high}");
+        // Entries of tables of Student's t.
+        for (degrees, quantile) in [(1, 12.706), (10, 2.228), (40, 2.021), (60, 2.000), (120, 1.980)] {
+            assert!((t_quantile(degrees) - quantile).abs() < 2e-3, "{degrees}");
+        }
     }
 
     #[test]

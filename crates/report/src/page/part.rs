@@ -1,6 +1,5 @@
-//! A part of the page: its questions with their answers, then its sections.
+//! A part of the appendix: its questions with their answers.
 
-use super::{part_id, section};
 use crate::part::{Part, Row};
 use crate::plot::escape;
 use crate::prose;
@@ -14,13 +13,7 @@ pub(super) fn html(part: &Part) -> String {
              {rows}</tbody>\n</table>\n"
         ),
     };
-    format!(
-        "<div class=\"part\" id=\"{}\">\n<h2>{}</h2>\n{}{table}{}</div>\n",
-        escape(&part_id(part)),
-        escape(&part.title),
-        prose::html(&part.about),
-        part.sections.iter().map(section::html).collect::<String>()
-    )
+    format!("{}{table}", prose::html(&part.about))
 }
 
 fn row(row: &Row) -> String {

@@ -1,7 +1,7 @@
-//! A section of the page: one experiment's tables, plots and conclusion.
+//! A section of the appendix: one experiment's tables, plots and conclusion, on each machine.
 
 use super::{badge, section_id};
-use crate::plot::{self, escape};
+use crate::plot::escape;
 use crate::prose;
 use crate::run::RunState;
 use crate::section::Section;
@@ -12,57 +12,56 @@ const FOLDED: usize = 12;
 
 pub(super) fn html(s: &Section) -> String {
     // Records without a run have no line about a run.
-    let state = match s.run.is_none() && s.has_records {
+    let state = match s.run.is_none() && (s.has_records || !s.elsewhere.is_empty()) {
         true => String::new(),
         false => format!("<p class=\"state\">{}</p>\n", run_badge(s)),
     };
     let mut html = format!(
-        "<section id=\"{}\">\n<h3>{}</h3>\n{state}{}",
+        "<section id=\"{}\">\n<h2>{}</h2>\n{state}{}",
         escape(&section_id(s)),
         escape(&s.title),
         prose::html(&s.about)
     );
+    if !s.command.is_empty() {
+        html += &format!("<p class=\"small\">Reproduce: <code>{}</code></p>\n", escape(&s.command));
+    }
+    let named = !s.elsewhere.is_empty();
+    if s.has_records {
+        html += &measured(s, named);
+    }
+    html += &s.elsewhere.iter().map(|other| measured(other, true)).collect::<String>();
+    html + "</section>\n"
+}
+
+/// What one machine measured.
+fn measured(s: &Section, named: bool) -> String {
+    let mut html = String::new();
+    if named {
+        html += &format!("<h3>{}</h3>\n", escape(&s.machine));
+    }
     html += &s.tables.iter().map(table).collect::<String>();
     for plot in &s.plots {
         let trace = plot.trace.as_ref().map(|(file, _)| {
             let file = escape(file);
-            format!(" <a class=\"small\" href=\"{file}\">trace for ui.perfetto.dev</a>")
+            format!(" <a class=\"small\" href=\"../{file}\">trace for ui.perfetto.dev</a>")
         });
-        // The drawings are our own writer's, which has escaped every text in them.
+        let (title, file) = (escape(&plot.title), escape(&plot.file));
         html += &format!(
-            "<figure>\n<figcaption>{}{}</figcaption>\n<div class=\"on-wide\">{}</div>\n<div class=\"on-narrow\">{}</div>\n\
-             </figure>\n",
-            escape(&plot.title),
+            "<figure>\n<figcaption>{title}{}</figcaption>\n<a href=\"../{file}\"><img loading=\"lazy\" src=\"../{file}\" width=\"{:.0}\" height=\"{:.0}\" alt=\"{title}\"/></a>\n</figure>\n",
             trace.unwrap_or_default(),
-            plot::without_style(&plot.svg),
-            plot::without_style(&plot.narrow)
+            plot.size.0,
+            plot.size.1
         );
     }
     if !s.findings.is_empty() {
         let items: String =
             s.findings.iter().map(|text| format!("<li>{}</li>\n", prose::inline(text))).collect();
-        html += &format!("<h4>Conclusion</h4>\n<ul class=\"conclusion\">\n{items}</ul>\n");
+        html += &format!("<ul class=\"conclusion\">\n{items}</ul>\n");
     }
-    let mut source = Vec::new();
-    if !s.command.is_empty() {
-        source.push(format!("Reproduce: <code>{}</code>", escape(&s.command)));
-    }
-    source.extend(s.elsewhere.iter().map(|(machine, page)| {
-        format!(
-            "{} on <a href=\"{}#{}\">{}</a>",
-            if s.has_records { "Also measured" } else { "Measured" },
-            escape(page),
-            escape(&section_id(s)),
-            escape(machine)
-        )
-    }));
-    source.extend(s.environments.iter().map(|place| format!("Measured on {}", escape(place))));
-    if s.has_records {
-        let name = escape(&s.csv_file());
-        source.push(format!("All measurements: <a href=\"{name}\">{name}</a>"));
-    }
-    let source: String = source.iter().map(|line| format!("<p class=\"small\">{line}</p>\n")).collect();
-    html + &source + "</section>\n"
+    let mut source: Vec<String> = s.environments.iter().map(|place| format!("Measured on {}", escape(place))).collect();
+    let name = escape(&s.csv_file());
+    source.push(format!("All measurements: <a href=\"../{name}\">{name}</a>"));
+    html + &source.iter().map(|line| format!("<p class=\"small\">{line}</p>\n")).collect::<String>()
 }
 
 pub(super) fn run_badge(section: &Section) -> String {

@@ -152,7 +152,7 @@ pub(super) fn rules() -> String {
     let rules = |pick: fn(&(&'static str, &'static str)) -> &'static str| {
         let rule = |(i, c): (usize, &(&'static str, &'static str))| {
             let colour = pick(c);
-            format!(".frugal-plot .f{i}{{fill:{colour}}}.frugal-plot .k{i}{{stroke:{colour}}}")
+            format!(".frugal-plot .f{i}{{fill:{colour}}}.frugal-plot .k{i}{{stroke:{colour}}}.frugal-plot .t{i}{{fill:{colour}}}")
         };
         COLOURS.iter().enumerate().map(rule).collect::<String>()
     };
@@ -163,7 +163,9 @@ pub(super) fn rules() -> String {
          .frugal-plot .head{{font-weight:600}}.frugal-plot .grid{{stroke:currentColor;stroke-opacity:.13}}\
          .frugal-plot .base{{stroke:currentColor;stroke-opacity:.55}}.frugal-plot polyline{{fill:none;stroke-width:2;\
          stroke-linejoin:round}}.frugal-plot .front{{stroke:currentColor;stroke-opacity:.6;stroke-width:1.5;\
-         stroke-dasharray:5 3}}.frugal-plot .whisker{{stroke-width:1.2;stroke-opacity:.65}}.frugal-plot .hollow\
+         stroke-dasharray:5 3}}.frugal-plot .one{{stroke:currentColor;stroke-opacity:.7;\
+         stroke-dasharray:3 3}}.frugal-plot .interval{{stroke:currentColor;stroke-width:1.6}}.frugal-plot .thin\
+         {{stroke-width:1.4}}.frugal-plot .whisker{{stroke-width:1.2;stroke-opacity:.65}}.frugal-plot .hollow\
          {{fill:none;stroke-width:1.8}}{}\n@media screen and (prefers-color-scheme:dark){{.frugal-plot{{color:#e4e7eb}}\
          .frugal-plot text{{stroke:#12161b}}.frugal-plot text.inside{{stroke:none}}\
          {}}}",

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use super::Specs;
+use super::{Measure, Specs};
 
 /// The folder of a workspace whose `.toml` files register experiments, one for each crate that is measured. Its folder
 /// `parts` has the report's parts, in the order of the files' names.
@@ -41,45 +41,46 @@ pub enum SpecError {
         path: PathBuf,
         /// Line number of the later entry, from 1.
         line: usize,
-        /// `experiment`, `claim`, `plot`, `part`, or a part's `section`.
+        /// `experiment`, `claim`, `plot`, `part`, `article`, or a part's `section`.
         what: &'static str,
         /// The name that both have.
         name: String,
         /// The earlier file.
         first: PathBuf,
     },
-    /// A claim, a part or a headline names what no crate registers.
+    /// A claim, a part or an article names what no crate registers.
     #[error("{path}:{line}: {by} is about the {what} `{name}`, which no crate registers; known: {known}")]
     Unknown {
         /// The file.
         path: PathBuf,
         /// Line number, from 1.
         line: usize,
-        /// The part or README that names it.
+        /// What names it.
         by: String,
-        /// `experiment` or `claim`.
+        /// `experiment` or `part`.
         what: &'static str,
         /// The name.
         name: String,
         /// The names that there are.
         known: String,
     },
-    /// The opening is given twice.
-    #[error("{path}:1: the opening is registered already; remove one of the two")]
-    SecondOpening {
+    /// The front of the page is given twice.
+    #[error("{path}:1: the front of the page is registered already; remove one of the two")]
+    SecondFront {
         /// The later file.
         path: PathBuf,
     },
 }
 
 impl Specs {
-    /// Reads every file in [`FOLDER`] under `root`, in the order of their names, then those of its folder `parts`.
+    /// Reads every file in [`FOLDER`] under `root`, in the order of their names, then those of its folders `parts` and `articles`.
     pub fn load(root: &Path) -> Result<Self, SpecError> {
         let folder = root.join(FOLDER);
         let mut files = toml_files(&folder)?;
-        let parts = folder.join("parts");
-        if parts.is_dir() {
-            files.extend(toml_files(&parts)?);
+        for inner in ["parts", "articles"].map(|inner| folder.join(inner)) {
+            if inner.is_dir() {
+                files.extend(toml_files(&inner)?);
+            }
         }
         Self::load_files(&files)
     }
@@ -103,10 +104,11 @@ impl Specs {
             all.claims.extend(specs.claims);
             all.comparisons.extend(specs.comparisons);
             all.parts.extend(specs.parts);
-            if let Some(opening) = specs.opening
-                && all.opening.replace(opening).is_some()
+            all.articles.extend(specs.articles);
+            if let Some(front) = specs.front
+                && all.front.replace(front).is_some()
             {
-                return Err(SpecError::SecondOpening { path: path.clone() });
+                return Err(SpecError::SecondFront { path: path.clone() });
             }
         }
         match references.into_iter().find(|reference| !reference.is_known(&all)) {
@@ -141,16 +143,26 @@ impl Specs {
                 all.push(refer(line, format!("the part `{}`", part.name), "experiment", name));
             }
         }
-        for headline in self.opening.iter().flat_map(|opening| &opening.headlines) {
-            let line = line_with(text, &format!("\"{}\"", headline.claim)).unwrap_or(1);
-            all.push(refer(line, format!("the headline \"{}\"", headline.title), "claim", &headline.claim));
+        let mut measures: Vec<(String, &Measure)> = Vec::new();
+        for article in &self.articles {
+            let by = format!("the article `{}`", article.name);
+            all.push(refer(line_of(text, &article.name), by.clone(), "part", &article.part));
+            measures.extend(article.measures().into_iter().map(|measure| (by.clone(), measure)));
+        }
+        let front = self.front.iter().flat_map(|front| front.measures());
+        measures.extend(front.map(|measure| ("the front of the page".to_owned(), measure)));
+        for (by, measure) in measures {
+            if let Some(name) = &measure.experiment {
+                let line = line_with(text, &format!("\"{name}\"")).unwrap_or(1);
+                all.push(refer(line, by, "experiment", name));
+            }
         }
         all
     }
 
     fn known_names(&self, what: &str) -> String {
         let names: Vec<_> = match what {
-            "claim" => self.claims.iter().map(|claim| format!("`{}`", claim.name)).collect(),
+            "part" => self.parts.iter().map(|part| format!("`{}`", part.name)).collect(),
             _ => {
                 let experiments = self.experiments.iter().map(|e| &e.name);
                 experiments
@@ -175,7 +187,7 @@ struct Reference {
 impl Reference {
     fn is_known(&self, all: &Specs) -> bool {
         match self.what {
-            "claim" => all.claims.iter().any(|claim| claim.name == self.name),
+            "part" => all.parts.iter().any(|part| part.name == self.name),
             _ => all.has(&self.name),
         }
     }
@@ -210,6 +222,9 @@ impl Names {
         }
         for claim in &specs.claims {
             self.add(path, text, "claim", &claim.name, &claim.name)?;
+        }
+        for article in &specs.articles {
+            self.add(path, text, "article", &article.name, &article.name)?;
         }
         for part in &specs.parts {
             self.add(path, text, "part", &part.name, &part.name)?;

@@ -1,4 +1,4 @@
-//! The parts of the report, one for each assignment, and its opening screen.
+//! The parts of the appendix, one for each assignment.
 
 use serde::Deserialize;
 
@@ -43,6 +43,12 @@ pub struct Row {
     /// An experiment or comparison whose section belongs to the row, besides those of the answers.
     #[serde(default)]
     pub section: Option<String>,
+    /// Why the answer is not the assignment's: of a smaller size, of another device, of too few runs. Missing where it is.
+    #[serde(default)]
+    pub short: Option<String>,
+    /// Whether the question is the project's own and not the assignment's.
+    #[serde(default)]
+    pub own: bool,
     /// Why it is not measured, where no answer has a record.
     #[serde(default)]
     pub missing: Option<String>,
@@ -77,28 +83,4 @@ impl TryFrom<AnswerFields> for Answer {
             finding.try_into().map_err(|error: toml::de::Error| error.message().to_owned())?;
         Ok(Self { experiment, finding: fields.try_into()? })
     }
-}
-
-/// The first screen of the report.
-#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Opening {
-    /// Description of the project, in Markdown.
-    pub about: String,
-    /// `[[opening.headline]]`: the figures that stand first.
-    #[serde(default, rename = "headline")]
-    pub headlines: Vec<Headline>,
-}
-
-/// A claim's figure with a bar.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
-#[serde(deny_unknown_fields)]
-pub struct Headline {
-    /// Name of the figure, in a few words.
-    pub title: String,
-    /// The claim that has its metric, limit and section.
-    pub claim: String,
-    /// The value that counts as 1 if the figure is a ratio: `eager PyTorch`.
-    #[serde(default)]
-    pub baseline: Option<String>,
 }
