@@ -100,6 +100,9 @@ pub fn value(records: &[&Record], metric: &str, of: &Filter) -> Result<Estimate,
 /// Returns `metric` of the cases that `of` takes, divided by that of `against`.
 pub fn effect(records: &[&Record], metric: &str, of: &Filter, against: &Filter) -> Result<Estimate, String> {
     let (ours, theirs) = (Side::of(records, metric, of)?, Side::of(records, metric, against)?);
+    if of == against {
+        return Ok(Estimate { value: 1.0, unit: "ratio".into(), certainty: Certainty::Exact, n: ours.rounds.len() });
+    }
     let mut pairs: Vec<(&Metric, &Metric)> = Vec::new();
     for (round, mine) in &ours.rounds {
         pairs.extend(theirs.rounds.iter().filter(|(other, _)| other == round).map(|(_, other)| (*mine, *other)));

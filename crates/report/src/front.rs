@@ -70,7 +70,7 @@ impl Builder<'_> {
             prose::html(&article.idea)
         );
         for exhibit in &article.exhibits {
-            html += &self.exhibit(&place(&exhibit.title), exhibit);
+            html += &self.exhibit(&place(&exhibit.title), exhibit, &article.values);
         }
         for (heading, sentences) in [("What follows", &article.follows), ("What surprised", &article.surprised)] {
             let items: String = sentences
@@ -114,7 +114,7 @@ fn counts(specs: &Specs) -> String {
     let rows: Vec<&Row> = specs.parts.iter().flat_map(|part| &part.rows).filter(|row| !row.own).collect();
     let short = rows.iter().filter(|row| row.short.is_some()).count();
     format!(
-        "<p>The assignments ask {} questions; {} are answered as asked, {short} with less, which each article lists with the reason.</p>\n",
+        "<p>The assignments ask {} questions. {} are answered as asked; {short} with less, which each article lists.</p>\n",
         rows.len(),
         rows.len() - short
     )
@@ -123,8 +123,7 @@ fn counts(specs: &Specs) -> String {
 /// The questions of a part whose answer is less than was asked.
 fn not_measured(part: &Part) -> String {
     let item = |row: &Row| {
-        let short = row.short.as_ref()?;
-        Some(format!("<li>{} <span class=\"why\">{}</span></li>\n", prose::inline(&row.asks), prose::inline(short)))
+        Some(format!("<li>{}</li>\n", prose::inline(row.short.as_ref()?)))
     };
     let items: String = part.rows.iter().filter_map(item).collect();
     match items.is_empty() {

@@ -1,16 +1,19 @@
 //! A figure or table of an article, with the sizes and machines of what it shows.
 
+use std::collections::BTreeMap;
+
 use super::Builder;
 use crate::measurements::distinct;
 use crate::plot::escape;
 use crate::prose;
-use crate::spec::{Exhibit, Measure};
+use crate::spec::{Exhibit, Figure, Measure};
 
 impl Builder<'_> {
-    pub(super) fn exhibit(&mut self, place: &str, exhibit: &Exhibit) -> String {
-        let mut html = format!("<section>\n<h3>{}</h3>\n", prose::inline(&exhibit.title));
+    pub(super) fn exhibit(&mut self, place: &str, exhibit: &Exhibit, values: &BTreeMap<String, Measure>) -> String {
+        let mut html = format!("<section>\n<h3>{}</h3>\n", prose::inline(&self.words(place, &exhibit.title, values)));
         if let Some(figure) = &exhibit.figure {
-            html += &self.figure(place, figure);
+            let caption = self.words(place, &figure.caption, values);
+            html += &self.figure(place, &Figure { caption, ..figure.clone() });
         }
         if let Some(table) = &exhibit.table {
             html += &self.grid(place, table);

@@ -8,7 +8,7 @@ use crate::plot::panels::{self, Bar, Dot, Drawing, Line, Panel, Words};
 use crate::plot::{self, escape};
 use crate::prose;
 use crate::record::Record;
-use crate::spec::{Figure, FigureKind, Item, Measure};
+use crate::spec::{self, Figure, FigureKind, Item, Measure};
 use crate::unit;
 
 impl Builder<'_> {
@@ -128,31 +128,33 @@ impl Builder<'_> {
             }
             all.push((panel, marks));
         }
-        // All panels share the multiple of their unit.
-        let unit = figure.panels.first().and_then(|panel| {
+        let largest = |marks: &[Line]| marks.iter().flat_map(|line| &line.points).map(|point| point.1).fold(0.0, f64::max);
+        let of_all = all.iter().map(|(_, marks)| largest(marks)).fold(0.0, f64::max);
+        let mut panels = Vec::new();
+        for (panel, mut marks) in all {
+            let unit = self.unit_of(figure, panel);
+            let most = if figure.shared { of_all } else { largest(&marks) };
+            let multiple = unit::multiple(most, &unit);
+            for point in marks.iter_mut().flat_map(|line| &mut line.points) {
+                point.1 /= multiple.divisor;
+            }
+            let title = unit::with_symbol(&format!("{}{}", panel.title, if multiple.symbol.is_empty() { "" } else { "," }), &multiple.symbol);
+            panels.push(Panel { title, marks });
+        }
+        let words = Words { title: &figure.caption, x: &figure.x_title, y: &figure.y_title };
+        let any = panels.iter().any(|panel| !panel.marks.is_empty());
+        any.then(|| panels::lines(&words, &panels, figure.log_x, figure.shared))
+    }
+
+    /// The unit of a panel's lines.
+    fn unit_of(&self, figure: &Figure, panel: &spec::Panel) -> String {
+        let unit = || {
             let measure = figure.all.and(&figure.items.first()?.all).and(&panel.all);
             let records = self.machines.experiment(&measure).ok()?;
             let named = |record: &&Record| Some(&record.metric.name) == measure.metric.as_ref() && measure.against.is_none();
             Some(records.into_iter().find(named)?.metric.unit.clone())
-        });
-        let most = all.iter().flat_map(|(_, marks)| marks).flat_map(|line| &line.points).map(|point| point.1).fold(0.0, f64::max);
-        let multiple = unit::multiple(most, unit.as_deref().unwrap_or("ratio"));
-        let y_title = match multiple.symbol.as_str() {
-            "" => figure.y_title.clone(),
-            symbol => format!("{} ({symbol})", figure.y_title),
         };
-        let panels: Vec<Panel<Line>> = all
-            .into_iter()
-            .map(|(panel, mut marks)| {
-                for point in marks.iter_mut().flat_map(|line| &mut line.points) {
-                    point.1 /= multiple.divisor;
-                }
-                Panel { title: panel.title.clone(), marks }
-            })
-            .collect();
-        let words = Words { title: &figure.caption, x: &figure.x_title, y: &y_title };
-        let any = panels.iter().any(|panel| !panel.marks.is_empty());
-        any.then(|| panels::lines(&words, &panels, figure.log_x, figure.shared))
+        unit().unwrap_or_else(|| "ratio".to_owned())
     }
 
     /// The plot `experiment/plot` of a section, from one machine's records.

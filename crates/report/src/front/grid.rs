@@ -24,7 +24,7 @@ impl Builder<'_> {
         }
         head += &format!("<tr><th>{}</th>", escape(&grid.heading));
         for (column, _) in &columns {
-            let unit = column.unit.as_ref().map(|unit| format!(" <span class=\"unit\">{}</span>", escape(unit)));
+            let unit = column.unit.as_ref().filter(|unit| !column.title.contains(*unit)).map(|unit| format!(" <span class=\"unit\">{}</span>", escape(unit)));
             head += &format!("<th class=\"n\">{}{}</th>", prose::inline(&column.title), unit.unwrap_or_default());
         }
         head += "</tr>\n";
@@ -137,13 +137,13 @@ impl Cell {
             (_, Direction::Unclear) => " class=\"unclear\"",
         };
         let below = match certainty {
-            Certainty::Interval(low, high) if self.is_ratio => format!("{}–{}", write(*low), write(*high)),
+            Certainty::Interval(low, high) if unit == "ratio" => format!("{}–{}", write(*low), write(*high)),
             // What is not compared needs no interval where it is narrow.
             Certainty::Interval(low, high) if high - low < 0.04 * value => String::new(),
             Certainty::Interval(low, high) if *low > 0.0 => format!("±{:.0} %", 50.0 * (high - low) / value),
-            Certainty::Interval(..) => "spread > value".into(),
-            Certainty::Single => "one run".into(),
-            Certainty::Exact => String::new(),
+            Certainty::Interval(..) => format!("{} runs", self.estimate.n),
+            Certainty::Single if self.is_ratio => "one run".into(),
+            Certainty::Single | Certainty::Exact => String::new(),
         };
         let peer = self.peer.as_ref().map(|peer| escape(peer));
         let below: Vec<String> = [Some(below).filter(|text| !text.is_empty()), peer].into_iter().flatten().collect();

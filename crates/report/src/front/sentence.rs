@@ -7,7 +7,10 @@
 //! | `{x:share}` | a ratio in percent: `81 %` |
 //! | `{x:times}` | a ratio, or one divided by it where it is below 1: `4.3 times (4.2–4.4)` |
 //! | `{x:change}` | the same in words: `28 % less (26–31 %)`, `as much (within 3 %)`, `undecided (0.9–1.2)` |
+//! | `{x:within}` | how far from 1 its interval reaches: `within 3 %` |
 //! | `{x:of}`, `{x:against}` | both sides of a ratio |
+//! | `{x:most}` | the largest of several groups |
+//! | `{x:billions}` | `40 billion` |
 //! | `{x:groups}` | the number of groups |
 
 use std::collections::BTreeMap;
@@ -49,6 +52,14 @@ impl Builder<'_> {
             _ => return Err("a sentence has either `text` or `decides`".into()),
         };
         self.fill(text, values)
+    }
+
+    /// A heading or caption with its values filled in.
+    pub(super) fn words(&mut self, place: &str, text: &str, values: &BTreeMap<String, Measure>) -> String {
+        self.fill(text, values).unwrap_or_else(|why| {
+            self.problems.push(format!("{place}: {why}"));
+            String::new()
+        })
     }
 
     fn fill(&self, text: &str, values: &BTreeMap<String, Measure>) -> Result<String, String> {
@@ -95,8 +106,11 @@ fn show(all: &[Estimate], format: &str) -> Result<String, String> {
         match (all, least == most) {
             ([one], _) => match one.certainty {
                 Certainty::Interval(low, high) => {
-                    let (a, b) = (pick(low).min(pick(high)), pick(low).max(pick(high)));
-                    format!("{least}{after} ({}–{}{})", write(a), write(b), after.trim_end_matches(" times"))
+                    let (a, b) = (write(pick(low).min(pick(high))), write(pick(low).max(pick(high))));
+                    match a == least && b == least {
+                        true => format!("{least}{after}"),
+                        false => format!("{least}{after} ({a}–{b}{})", after.trim_end_matches(" times")),
+                    }
                 }
                 Certainty::Single => format!("{least}{after} (one run)"),
                 Certainty::Exact => format!("{least}{after}"),
@@ -110,8 +124,11 @@ fn show(all: &[Estimate], format: &str) -> Result<String, String> {
     let far = |value: f64| if all.iter().all(|one| one.value >= 1.0) { 100.0 * (value - 1.0) } else { 100.0 * (1.0 - value) };
     Ok(match format {
         "groups" => all.len().to_string(),
-        "percent" => range(&far, &percent, " %"),
-        "share" => range(&|value| 100.0 * value, &percent, " %"),
+        "percent" => range(&far, &percent, "\u{a0}%"),
+        "share" => range(&|value| 100.0 * value, &percent, "\u{a0}%"),
+        "within" => within(all.first().ok_or("no value")?),
+        "most" => amounts(&[all.iter().max_by(|a, b| a.value.total_cmp(&b.value)).ok_or("no value")?.clone()]),
+        "billions" => format!("{} billion", unit::grouped(&format!("{:.0}", all.first().ok_or("no value")?.value / 1e9))),
         "times" => range(&factor, &|value| if value < 2.0 { format!("{value:.2}") } else { format!("{value:.1}") }, " times"),
         "change" => change(all),
         "" | "of" | "against" if is_ratio && all.len() == 1 => ratio(all[0].value),
@@ -131,16 +148,21 @@ fn change(all: &[Estimate]) -> String {
         Certainty::Exact => "exact".into(),
     };
     let text = show(all, "percent").unwrap_or_default();
-    let (number, behind) = text.split_once(" %").unwrap_or((&text, ""));
+    let (number, behind) = text.split_once("\u{a0}%").unwrap_or((&text, ""));
     match one.direction() {
-        Direction::Less => format!("{number} % less{behind}"),
-        Direction::More => format!("{number} % more{behind}"),
-        Direction::Same => match one.certainty {
-            Certainty::Interval(low, high) => format!("as much (within {} %)", percent(100.0 * (high - 1.0).max(1.0 - low))),
-            _ => "as much".into(),
-        },
+        Direction::Less => format!("{number}\u{a0}% less{behind}"),
+        Direction::More => format!("{number}\u{a0}% more{behind}"),
+        Direction::Same => format!("as much ({})", within(one)),
         Direction::Unclear => format!("undecided ({} times, {interval})", ratio(one.value)),
     }
+}
+
+fn within(one: &Estimate) -> String {
+    let (low, high) = match one.certainty {
+        Certainty::Interval(low, high) => (low, high),
+        _ => (one.value, one.value),
+    };
+    format!("within {}\u{a0}%", percent(100.0 * (high - 1.0).max(1.0 - low)))
 }
 
 fn amounts(all: &[Estimate]) -> String {
@@ -169,6 +191,7 @@ mod tests {
             (1.28, Certainty::Interval(1.26, 1.31), "change", "28 % more (26–31 %)"),
             (0.72, Certainty::Interval(0.69, 0.74), "change", "28 % less (26–31 %)"),
             (1.01, Certainty::Interval(0.99, 1.03), "change", "as much (within 3.0 %)"),
+            (1.28, Certainty::Interval(1.279, 1.281), "percent", "28 %"),
             (1.1, wide, "change", "undecided (1.10 times, 0.90–1.30)"),
             (1.1, Certainty::Single, "change", "undecided (1.10 times, one run)"),
             (0.5, Certainty::Exact, "change", "50 % less"),
@@ -176,10 +199,10 @@ mod tests {
             (0.25, Certainty::Exact, "times", "4.0 times"),
             (0.25, Certainty::Exact, "share", "25 %"),
         ] {
-            assert_eq!(show(&[estimate(value, certainty)], format).unwrap(), expected);
+            assert_eq!(show(&[estimate(value, certainty)], format).unwrap().replace('\u{a0}', " "), expected);
         }
         let two = [estimate(1.26, wide), estimate(1.49, wide)];
-        assert_eq!(show(&two, "change").unwrap(), "26 to 49 % more");
+        assert_eq!(show(&two, "change").unwrap().replace('\u{a0}', " "), "26 to 49 % more");
         assert_eq!(show(&two, "groups").unwrap(), "2");
         assert!(show(&two, "nope").is_err());
     }

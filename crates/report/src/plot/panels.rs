@@ -25,7 +25,7 @@ pub(crate) struct Bar {
     pub(crate) text: String,
 }
 
-/// A point; points of one colour are joined in their order.
+/// A point; points of one colour are joined from left to right.
 pub(crate) struct Dot {
     pub(crate) label: String,
     pub(crate) colour: usize,
@@ -120,7 +120,7 @@ struct Cells {
 impl Cells {
     fn new(width: f64, panels: usize) -> Self {
         let columns = if is_narrow(width) { 1 } else { panels.clamp(1, 3) };
-        let plot = if columns == 1 && !is_narrow(width) { 250.0 } else { 230.0 };
+        let plot = if columns == 1 { 170.0 } else { 200.0 };
         Self { width, columns, cell: width / columns as f64, plot }
     }
 
@@ -192,7 +192,8 @@ pub(crate) fn pareto(words: &Words<'_>, panels: &[Panel<Dot>]) -> Drawing {
             colours.dedup();
             for colour in colours {
                 let of = panel.marks.iter().zip(&places).filter(|(dot, _)| dot.colour == colour);
-                let line: Vec<(f64, f64)> = of.map(|(_, place)| *place).collect();
+                let mut line: Vec<(f64, f64)> = of.map(|(_, place)| *place).collect();
+                line.sort_by(|a, b| a.0.total_cmp(&b.0));
                 svg.polyline(&format!("{} thin", svg::stroke(colour)), &line);
             }
             for (dot, place) in panel.marks.iter().zip(&places) {
