@@ -18,7 +18,7 @@ use crate::statistics::{log_interval, summarize, t_quantile};
 use serde_json::Value;
 
 /// How far both ends of an interval may be from 1 to say that there is no difference.
-const NARROW: f64 = 1.05;
+pub(crate) const NARROW: f64 = 1.05;
 
 /// A value with what is known about it.
 #[derive(Clone, Debug, PartialEq)]
@@ -90,7 +90,12 @@ pub fn value(records: &[&Record], metric: &str, of: &Filter) -> Result<Estimate,
     let side = Side::of(records, metric, of)?;
     let unit = side.unit.clone();
     if let [(_, only)] = side.rounds.as_slice() {
-        return Ok(Estimate { value: only.value.unwrap_or_default(), unit, certainty: certainty(only), n: only.n });
+        return Ok(Estimate {
+            value: only.value.unwrap_or_default(),
+            unit,
+            certainty: certainty(only),
+            n: only.n,
+        });
     }
     let values: Vec<f64> = side.rounds.iter().filter_map(|(_, metric)| metric.value).collect();
     let value = summarize(&values).map_or(0.0, |summary| summary.median);
@@ -101,11 +106,18 @@ pub fn value(records: &[&Record], metric: &str, of: &Filter) -> Result<Estimate,
 pub fn effect(records: &[&Record], metric: &str, of: &Filter, against: &Filter) -> Result<Estimate, String> {
     let (ours, theirs) = (Side::of(records, metric, of)?, Side::of(records, metric, against)?);
     if of == against {
-        return Ok(Estimate { value: 1.0, unit: "ratio".into(), certainty: Certainty::Exact, n: ours.rounds.len() });
+        return Ok(Estimate {
+            value: 1.0,
+            unit: "ratio".into(),
+            certainty: Certainty::Exact,
+            n: ours.rounds.len(),
+        });
     }
     let mut pairs: Vec<(&Metric, &Metric)> = Vec::new();
     for (round, mine) in &ours.rounds {
-        pairs.extend(theirs.rounds.iter().filter(|(other, _)| other == round).map(|(_, other)| (*mine, *other)));
+        pairs.extend(
+            theirs.rounds.iter().filter(|(other, _)| other == round).map(|(_, other)| (*mine, *other)),
+        );
     }
     let quotient = |(mine, other): &(&Metric, &Metric)| Some(mine.value? / other.value?);
     let ratios: Vec<f64> = pairs.iter().filter_map(quotient).collect();
@@ -114,22 +126,27 @@ pub fn effect(records: &[&Record], metric: &str, of: &Filter, against: &Filter) 
     }
     let unit = "ratio".to_owned();
     if let ([(mine, other)], [ratio]) = (pairs.as_slice(), ratios.as_slice()) {
-        let certainty = match (certainty(mine), certainty(other)) {
-            (Certainty::Exact, Certainty::Exact) => Certainty::Exact,
-            (Certainty::Single, _) | (_, Certainty::Single) => Certainty::Single,
-            _ => match (standard_error(mine), standard_error(other)) {
-                (Some(a), Some(b)) => {
-                    let degrees = mine.n.min(other.n).saturating_sub(1);
-                    let wide = (t_quantile(degrees) * a.hypot(b)).exp();
-                    Certainty::Interval(ratio / wide, ratio * wide)
-                }
-                _ => Certainty::Single,
-            },
-        };
+        let certainty = of_ratio(mine, other);
         return Ok(Estimate { value: *ratio, unit, certainty, n: mine.n.min(other.n) });
     }
     let value = summarize(&ratios).map_or(1.0, |summary| summary.median);
     Ok(Estimate { value, unit, certainty: of_rounds(&ratios), n: ratios.len() })
+}
+
+/// What is known of the ratio of two measurements.
+pub(crate) fn of_ratio(mine: &Metric, other: &Metric) -> Certainty {
+    let (Some(a), Some(b)) = (mine.value, other.value) else { return Certainty::Single };
+    match (certainty(mine), certainty(other)) {
+        (Certainty::Exact, Certainty::Exact) => Certainty::Exact,
+        (Certainty::Single, _) | (_, Certainty::Single) => Certainty::Single,
+        _ => {
+            let error = standard_error(mine).unwrap_or(0.0).hypot(standard_error(other).unwrap_or(0.0));
+            let measured = [mine, other].into_iter().filter(|metric| standard_error(metric).is_some());
+            let degrees = measured.map(|metric| metric.n).min().unwrap_or(1).saturating_sub(1);
+            let wide = if error == 0.0 { 1.0 } else { (t_quantile(degrees) * error).exp() };
+            Certainty::Interval(a / b / wide, a / b * wide)
+        }
+    }
 }
 
 /// The measurements of one case, by round.
@@ -190,7 +207,8 @@ fn standard_error(metric: &Metric) -> Option<f64> {
         return None;
     }
     // Half of the interquartile range of two samples is a quarter of their distance, whose half is the error of their mean.
-    let error = if metric.n == 2 { 2.0 * spread } else { 1.2533 * spread / 0.6745 / (metric.n as f64).sqrt() };
+    let error =
+        if metric.n == 2 { 2.0 * spread } else { 1.2533 * spread / 0.6745 / (metric.n as f64).sqrt() };
     (value != 0.0).then(|| error / value.abs())
 }
 
@@ -236,7 +254,8 @@ mod tests {
 
     #[test]
     fn the_direction_needs_an_interval() {
-        let of = |certainty: Certainty| Estimate { value: 1.1, unit: "ratio".into(), certainty, n: 1 }.direction();
+        let of =
+            |certainty: Certainty| Estimate { value: 1.1, unit: "ratio".into(), certainty, n: 1 }.direction();
         assert_eq!(of(Certainty::Single), Direction::Unclear);
         assert_eq!(of(Certainty::Exact), Direction::More);
         assert_eq!(of(Certainty::Interval(1.01, 1.2)), Direction::More);

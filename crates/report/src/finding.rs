@@ -1,11 +1,13 @@
 //! Sentences whose figures are computed from records.
 //!
-//! The words follow the sign and the size of the figure: a difference inside the spread counts as no difference, whatever its sign.
+//! The words follow the 95 % interval of the figure: one that covers no difference counts as no difference, whatever its sign; it is
+//! undecided unless the interval is within 5 %.
 
 mod words;
 
 use std::cmp::Ordering;
 
+use crate::estimate::{self, Certainty, NARROW};
 use crate::filter::Filter;
 use crate::measurements::{Measurements, plain};
 use crate::record::{Case, Record};
@@ -103,7 +105,7 @@ impl Group<'_> {
         }
     }
 
-    /// On which side of its baseline a value is; equal where it is within the spread.
+    /// On which side of its baseline a value is; equal where its interval covers the baseline.
     fn sign(&self, decides: &Operand) -> Result<Ordering, Lack> {
         let change = self.change(decides)?;
         Ok(if change.within { Ordering::Equal } else { change.ratio.total_cmp(&1.0) })
@@ -142,16 +144,13 @@ impl Group<'_> {
     fn change(&self, operand: &Operand) -> Result<Change, Lack> {
         let record = self.side(&self.finding.of, &operand.metric)?;
         let value = record.metric.value.unwrap_or_default();
-        let single =
-            |record: &Record| record.metric.n == 1 && record.metric.spread.is_some() && varies(record);
-        let spread = |record: &Record| record.metric.spread.unwrap_or(0.0);
-        let (base, spread, single, shown) = match operand.baseline {
-            Some(number) => (number, spread(&record), single(&record), number.to_string()),
+        let (base, certainty, shown) = match operand.baseline {
+            Some(number) => (number, estimate::certainty(&record.metric), number.to_string()),
             None => {
                 let against = self.baseline(&record, &operand.metric)?;
                 let base = against.metric.value.unwrap_or_default();
                 let shown = unit::human(base, &against.metric.unit);
-                (base, spread(&record) + spread(&against), single(&record) || single(&against), shown)
+                (base, estimate::of_ratio(&record.metric, &against.metric), shown)
             }
         };
         let ratio = if value == base { 1.0 } else { value / base };
@@ -159,8 +158,21 @@ impl Group<'_> {
             let value = unit::human(value, &record.metric.unit);
             return Err(Lack::Value(format!("{value} is divided by {shown}")));
         }
-        let within = value != base && (value - base).abs() <= spread;
-        Ok(Change { ratio, within, single, what: unit::heading(&operand.metric, &record.metric.unit) })
+        // Of a number the interval is the value's, of a record the ratio's.
+        let (none, least, most) = match operand.baseline {
+            Some(number) => (number, number / NARROW, number * NARROW),
+            None => (1.0, 1.0 / NARROW, NARROW),
+        };
+        let (within, unclear) = match certainty {
+            Certainty::Interval(low, high) if value != base && low <= none && none <= high => {
+                (true, low < least.min(most) || high > least.max(most))
+            }
+            _ => (false, false),
+        };
+        // Without a spread it was computed.
+        let single = certainty == Certainty::Single && record.metric.spread.is_some();
+        let what = unit::heading(&operand.metric, &record.metric.unit);
+        Ok(Change { ratio, within, unclear, single, what })
     }
 
     /// The baseline of the group's value `of`, which is another case.
@@ -195,16 +207,6 @@ impl Group<'_> {
         let value =
             self.case.get(key).or_else(|| filters.into_iter().flatten().find_map(|filter| filter.0.get(key)));
         value.map(plain).ok_or_else(|| format!("the case has no key {key}"))
-    }
-}
-
-/// Whether another run would give another value: a time, a rate, a loss. Bytes and counts stay.
-fn varies(record: &Record) -> bool {
-    let metric = &record.metric;
-    match metric.unit.as_str() {
-        "s" | "nat" => true,
-        "ratio" => ["time", "speed", "_per_second"].iter().any(|part| metric.name.contains(part)),
-        unit => unit.ends_with("/s"),
     }
 }
 

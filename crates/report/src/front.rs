@@ -32,13 +32,15 @@ pub struct FrontPage {
 /// Builds the page; `None` where no file gives its front.
 pub fn build(specs: &Specs, records: &[&Record]) -> Option<FrontPage> {
     let front = specs.front.as_ref()?;
-    let mut builder = Builder { front, specs, machines: Machines::new(&front.machines, records), problems: Vec::new() };
+    let mut builder =
+        Builder { front, specs, machines: Machines::new(&front.machines, records), problems: Vec::new() };
     let mut html = builder.opening(specs);
     for article in &specs.articles {
         html += &builder.article(article, specs.parts.iter().find(|part| part.name == article.part));
     }
     html += &builder.colophon(specs);
-    let contents = specs.articles.iter().map(|article| (article.name.clone(), article.title.clone())).collect();
+    let contents =
+        specs.articles.iter().map(|article| (article.name.clone(), article.title.clone())).collect();
     let headlines = grid::headlines(&builder.machines, &front.table);
     Some(FrontPage { html, contents, problems: builder.problems, headlines })
 }
@@ -53,7 +55,10 @@ struct Builder<'a> {
 
 impl Builder<'_> {
     fn opening(&mut self, specs: &Specs) -> String {
-        let mut html = format!("<header class=\"opening\" id=\"top\">\n<h1>Frugal</h1>\n<div class=\"lead\">{}</div>\n", prose::html(&self.front.about));
+        let mut html = format!(
+            "<header class=\"opening\" id=\"top\">\n<h1>Frugal</h1>\n<div class=\"lead\">{}</div>\n",
+            prose::html(&self.front.about)
+        );
         html += &self.grid("the first table", &self.front.table.clone());
         html += &format!("<div class=\"reading\">{}</div>\n", prose::html(&self.front.reading));
         html += &self.figure("the first figure", &self.front.figure.clone());
@@ -72,7 +77,9 @@ impl Builder<'_> {
         for exhibit in &article.exhibits {
             html += &self.exhibit(&place(&exhibit.title), exhibit, &article.values);
         }
-        for (heading, sentences) in [("What follows", &article.follows), ("What surprised", &article.surprised)] {
+        for (heading, sentences) in
+            [("What follows", &article.follows), ("What surprised", &article.surprised)]
+        {
             let items: String = sentences
                 .iter()
                 .filter_map(|says| self.says(&place(heading), says, &article.values))
@@ -84,7 +91,7 @@ impl Builder<'_> {
         }
         html += &part.map(not_measured).unwrap_or_default();
         html + &format!(
-            "<p class=\"small\">All tables, plots, claims and commands: <a href=\"appendix/{0}.html\">appendix “{1}”</a>.</p>\n</article>\n",
+            "<p class=\"small\">Everything else: <a href=\"appendix/{0}.html\">appendix “{1}”</a>.</p>\n</article>\n",
             escape(&article.part),
             escape(part.map_or("", |part| &part.title))
         )
@@ -93,7 +100,9 @@ impl Builder<'_> {
     fn colophon(&mut self, specs: &Specs) -> String {
         let several = self.machines.several_revisions();
         match (&self.front.several_revisions, several) {
-            (None, true) => self.problems.push("the records of a machine have several revisions, without a reason".into()),
+            (None, true) => {
+                self.problems.push("the records of a machine have several revisions, without a reason".into())
+            }
             (Some(_), false) => self.problems.push("each machine has one revision; remove the reason".into()),
             _ => {}
         }
@@ -122,9 +131,7 @@ fn counts(specs: &Specs) -> String {
 
 /// The questions of a part whose answer is less than was asked.
 fn not_measured(part: &Part) -> String {
-    let item = |row: &Row| {
-        Some(format!("<li>{}</li>\n", prose::inline(row.short.as_ref()?)))
-    };
+    let item = |row: &Row| Some(format!("<li>{}</li>\n", prose::inline(row.short.as_ref()?)));
     let items: String = part.rows.iter().filter_map(item).collect();
     match items.is_empty() {
         true => String::new(),

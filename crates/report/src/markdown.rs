@@ -3,6 +3,34 @@
 use crate::claim::{CheckedClaim, Verdict};
 use crate::front::FrontPage;
 use crate::part::Document;
+use crate::table::{Table, mark};
+
+/// Returns a table with padded columns, numbers flush right, and its notes under it.
+pub fn table(table: &Table) -> String {
+    let rows: Vec<Vec<String>> = table
+        .rows
+        .iter()
+        .map(|row| {
+            let cell = |cell: &crate::table::Cell| {
+                let spread = cell.spread.as_ref().map(|spread| format!(" ± {spread}")).unwrap_or_default();
+                let note = cell.note.map(|note| format!(" [{}]", mark(note))).unwrap_or_default();
+                format!("{}{spread}{note}", cell.text)
+            };
+            row.iter().map(cell).collect()
+        })
+        .collect();
+    let right: Vec<bool> = (0..table.header.len())
+        .map(|column| column >= table.keys || table.rows.iter().all(|row| row[column].number))
+        .collect();
+    let mut text = grid(&table.header, &rows, &right);
+    if !table.notes.is_empty() {
+        text.push('\n');
+        for (index, note) in table.notes.iter().enumerate() {
+            text += &format!("- [{}] {}\n", mark(index), one_line(note));
+        }
+    }
+    text
+}
 
 /// A grid of cells with padded columns; `right` marks the columns that are set flush right.
 pub(crate) fn grid(header: &[String], rows: &[Vec<String>], right: &[bool]) -> String {
@@ -76,7 +104,12 @@ fn index(front: Option<&FrontPage>, document: &Document) -> String {
     }
     text += "\nEverything else is in the appendix:\n\n";
     for part in &document.parts {
-        text += &format!("- [{0}](appendix/{1}.html), {2} sections\n", part.title, part.name, part.sections.len());
+        text += &format!(
+            "- [{0}](appendix/{1}.html), {2} sections\n",
+            part.title,
+            part.name,
+            part.sections.len()
+        );
     }
     if !document.claims.is_empty() {
         let count = |word: &str| document.claims.iter().filter(|claim| claim.word() == word).count();

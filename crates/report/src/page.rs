@@ -16,12 +16,16 @@ pub fn html(front: Option<&FrontPage>, document: &Document) -> String {
     };
     let plain = || {
         let parts: String = document.parts.iter().map(link).collect();
-        FrontPage { html: format!("<h1>Frugal: measurements</h1>\n<ul>\n{parts}</ul>\n"), ..FrontPage::default() }
+        FrontPage {
+            html: format!("<h1>Frugal: measurements</h1>\n<ul>\n{parts}</ul>\n"),
+            ..FrontPage::default()
+        }
     };
     let plain = front.is_none().then(plain);
     let front = front.or(plain.as_ref()).expect("one of both is given");
     let entries = front.contents.iter().map(|(name, title)| (format!("#{name}"), title.clone()));
-    let appendix = (!front.contents.is_empty()).then(|| ("#appendix".to_owned(), "Machines and appendix".to_owned()));
+    let appendix =
+        (!front.contents.is_empty()).then(|| ("#appendix".to_owned(), "Machines and appendix".to_owned()));
     document_of("Frugal: measurements", &entries.chain(appendix).collect::<Vec<_>>(), &front.html, "page")
 }
 
@@ -32,10 +36,14 @@ pub fn appendix(document: &Document) -> Vec<(String, String)> {
 
 /// A whole document with its navigation: targets with names.
 fn document_of(title: &str, contents: &[(String, String)], main: &str, kind: &str) -> String {
-    let entry = |(to, name): &(String, String)| format!("<li><a href=\"{}\">{}</a></li>\n", escape(to), escape(name));
+    let entry =
+        |(to, name): &(String, String)| format!("<li><a href=\"{}\">{}</a></li>\n", escape(to), escape(name));
     let nav = match contents.is_empty() {
         true => String::new(),
-        false => format!("<nav aria-label=\"Contents\">\n<ul>\n{}</ul>\n</nav>\n", contents.iter().map(entry).collect::<String>()),
+        false => format!(
+            "<nav aria-label=\"Contents\">\n<ul>\n{}</ul>\n</nav>\n",
+            contents.iter().map(entry).collect::<String>()
+        ),
     };
     format!(
         "<!doctype html>\n<html lang=\"en\">\n<head>\n<meta charset=\"utf-8\">\n<meta name=\"viewport\" \

@@ -129,8 +129,8 @@ fn section(
     let draw = |spec: &spec::Plot| {
         let file = format!("{folder}plots/{name}-{}.svg", spec.name);
         let svg = plot::draw(spec, measured)?;
-        let trace =
-            plot::trace(spec, measured).map(|text| (format!("{folder}traces/{name}-{}.json", spec.name), text));
+        let trace = plot::trace(spec, measured)
+            .map(|text| (format!("{folder}traces/{name}-{}.json", spec.name), text));
         Some(DrawnPlot { title: spec.title.clone(), file, size: plot::size(&svg), svg, trace })
     };
     Section {

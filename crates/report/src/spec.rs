@@ -43,7 +43,8 @@ use crate::cli::Scale;
 use crate::environment::Environment;
 use crate::filter::Filter;
 pub use article::{
-    Article, Exhibit, Figure, FigureKind, Front, Grid, GridColumn, GridRow, Item, Machine, Measure, Panel, Peer, Says,
+    Article, Exhibit, Figure, FigureKind, Front, Grid, GridColumn, GridRow, Item, Machine, Measure, Panel,
+    Peer, Says,
 };
 pub use load::{FOLDER, SpecError};
 pub use part::{Answer, Part, Row};

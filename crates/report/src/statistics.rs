@@ -42,8 +42,9 @@ pub fn median_interval(samples: &[f64]) -> Option<(f64, f64)> {
 /// The quantile 0.975 of Student's t distribution.
 pub fn t_quantile(degrees: usize) -> f64 {
     const TABLE: [f64; 30] = [
-        12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131,
-        2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
+        12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145,
+        2.131, 2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048,
+        2.045, 2.042,
     ];
     match degrees {
         0 => f64::INFINITY,
@@ -87,7 +88,10 @@ mod tests {
     #[test]
     fn the_interval_of_a_mean_of_ratios() {
         assert_eq!(log_interval(&[2.0]), None);
-        assert_eq!(log_interval(&[2.0, 2.0]).map(|(low, high)| (low.round(), high.round())), Some((2.0, 2.0)));
+        assert_eq!(
+            log_interval(&[2.0, 2.0]).map(|(low, high)| (low.round(), high.round())),
+            Some((2.0, 2.0))
+        );
         // Mean 0 and standard deviation ln 2 of three logarithms: 4.303 · ln 2 / √3.
         let (low, high) = log_interval(&[0.5, 1.0, 2.0]).unwrap();
         let wide = (4.303 * 2f64.ln() / 3f64.sqrt()).exp();

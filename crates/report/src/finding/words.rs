@@ -22,16 +22,18 @@ pub(super) enum Value {
 pub(super) struct Change {
     /// The value divided by the baseline.
     pub(super) ratio: f64,
-    /// Whether they differ, by no more than their spreads.
+    /// Whether they differ, and the interval covers no difference.
     pub(super) within: bool,
-    /// Whether one of them is a single run, which has no spread.
+    /// Whether that interval is wide.
+    pub(super) unclear: bool,
+    /// Whether one of them is a single run, which has no interval.
     pub(super) single: bool,
     /// The quantity that changes, in words.
     pub(super) what: String,
 }
 
 impl Change {
-    /// In percent of the baseline; 0 where there is no difference beyond the spread.
+    /// In percent of the baseline; 0 where the interval covers no difference.
     fn percent(&self) -> f64 {
         if self.within { 0.0 } else { 100.0 * (self.ratio - 1.0) }
     }
@@ -136,7 +138,7 @@ fn size(percent: f64) -> String {
     if size < 0.05 { "under 0.1".into() } else { unit::grouped(&format!("{size:.1}")) }
 }
 
-/// Reservations about the changes: which are within the spread, and which are of single runs.
+/// Reservations about the changes: which the interval leaves undecided, which it says are none, and which are of single runs.
 pub(super) fn reservations(columns: &[Vec<Value>]) -> String {
     let about = |takes: fn(&Change) -> bool| {
         let name = |column: &Vec<Value>| {
@@ -153,7 +155,8 @@ pub(super) fn reservations(columns: &[Vec<Value>]) -> String {
     };
     let mut text = String::new();
     for (words, names) in [
-        ("no difference beyond the spread", about(|change| change.within)),
+        ("undecided by the 95 % interval", about(|change| change.unclear)),
+        ("no difference by the 95 % interval", about(|change| change.within && !change.unclear)),
         ("single runs", about(|change| change.single && !change.within)),
     ] {
         if !names.is_empty() {

@@ -9,8 +9,14 @@ use crate::prose;
 use crate::spec::{Exhibit, Figure, Measure};
 
 impl Builder<'_> {
-    pub(super) fn exhibit(&mut self, place: &str, exhibit: &Exhibit, values: &BTreeMap<String, Measure>) -> String {
-        let mut html = format!("<section>\n<h3>{}</h3>\n", prose::inline(&self.words(place, &exhibit.title, values)));
+    pub(super) fn exhibit(
+        &mut self,
+        place: &str,
+        exhibit: &Exhibit,
+        values: &BTreeMap<String, Measure>,
+    ) -> String {
+        let mut html =
+            format!("<section>\n<h3>{}</h3>\n", prose::inline(&self.words(place, &exhibit.title, values)));
         if let Some(figure) = &exhibit.figure {
             let caption = self.words(place, &figure.caption, values);
             html += &self.figure(place, &Figure { caption, ..figure.clone() });
@@ -23,7 +29,11 @@ impl Builder<'_> {
         if machines.is_empty() {
             self.problems.push(format!("{place}: no record of any machine"));
         }
-        html + &format!("<p class=\"setting\">{} {}.</p>\n</section>\n", prose::inline(&exhibit.setting), escape(&machines))
+        html + &format!(
+            "<p class=\"setting\">{} {}.</p>\n</section>\n",
+            prose::inline(&exhibit.setting),
+            escape(&machines)
+        )
     }
 
     /// The machines and experiments of an exhibit's cells and marks.

@@ -45,13 +45,16 @@ impl Builder<'_> {
             let before = all.len();
             for (i, item) in figure.items.iter().enumerate() {
                 let measure = figure.all.and(&item.all).and(&panel.all);
-                let here = item.machines.is_empty() || measure.machine.as_ref().is_some_and(|name| item.machines.contains(name));
+                let here = item.machines.is_empty()
+                    || measure.machine.as_ref().is_some_and(|name| item.machines.contains(name));
                 if !here {
                     continue;
                 }
                 match self.machines.value(&measure) {
                     Ok(value) => all.push((p, i, measure, value)),
-                    Err(why) if why.contains("name one") => self.problems.push(format!("{place}, {}: {why}", item.label)),
+                    Err(why) if why.contains("name one") => {
+                        self.problems.push(format!("{place}, {}: {why}", item.label))
+                    }
                     Err(_) => {}
                 }
             }
@@ -74,7 +77,8 @@ impl Builder<'_> {
             let multiple = unit::multiple(most, &unit);
             let bar = |(_, row, _, value): &(usize, usize, Measure, Estimate)| {
                 let shown = value.value / multiple.divisor;
-                let interval = interval(value).map(|(low, high)| (low / multiple.divisor, high / multiple.divisor));
+                let interval =
+                    interval(value).map(|(low, high)| (low / multiple.divisor, high / multiple.divisor));
                 let once = if value.certainty == Certainty::Single { " (one run)" } else { "" };
                 Bar { row: *row, value: shown, interval, text: format!("{}{once}", ratio(shown)) }
             };
@@ -94,19 +98,30 @@ impl Builder<'_> {
         let colours: Vec<usize> = figure.items.iter().map(|item| self.colour(place, item)).collect();
         let dot = |(p, i, measure, y): &(usize, usize, Measure, Estimate)| {
             let item = &figure.items[*i];
-            let x = item.x.clone().or_else(|| figure.panels[*p].x.clone()).unwrap_or_else(|| figure.x.clone());
+            let x =
+                item.x.clone().or_else(|| figure.panels[*p].x.clone()).unwrap_or_else(|| figure.x.clone());
             let x = self.machines.value(&Measure { metric: Some(x), ..measure.clone() }).ok()?;
             let rate = self.machines.value(&Measure { against: None, ..measure.clone() });
-            let y = if rate.is_ok_and(|value| value.unit.ends_with("/s")) { y.clone().inverse() } else { y.clone() };
+            let y = if rate.is_ok_and(|value| value.unit.ends_with("/s")) {
+                y.clone().inverse()
+            } else {
+                y.clone()
+            };
             let interval = interval(&y);
-            Some((*p, Dot { label: item.label.clone(), colour: colours[*i], x: x.value, y: y.value, interval }))
+            Some((
+                *p,
+                Dot { label: item.label.clone(), colour: colours[*i], x: x.value, y: y.value, interval },
+            ))
         };
         let mut dots: Vec<(usize, Dot)> = marks.iter().filter_map(dot).collect();
         let mut all = Vec::new();
         for (p, panel) in figure.panels.iter().enumerate() {
             let (mine, rest): (Vec<_>, Vec<_>) = dots.into_iter().partition(|(panel, _)| *panel == p);
             dots = rest;
-            all.push(Panel { title: panel.title.clone(), marks: mine.into_iter().map(|(_, dot)| dot).collect() });
+            all.push(Panel {
+                title: panel.title.clone(),
+                marks: mine.into_iter().map(|(_, dot)| dot).collect(),
+            });
         }
         let words = Words { title: &figure.caption, x: &figure.x_title, y: &figure.y_title };
         (!marks.is_empty()).then(|| panels::pareto(&words, &all))
@@ -118,17 +133,27 @@ impl Builder<'_> {
             let mut marks = Vec::new();
             for item in &figure.items {
                 let measure = figure.all.and(&item.all).and(&panel.all);
-                if !item.machines.is_empty() && !measure.machine.as_ref().is_some_and(|name| item.machines.contains(name)) {
+                if !item.machines.is_empty()
+                    && !measure.machine.as_ref().is_some_and(|name| item.machines.contains(name))
+                {
                     continue;
                 }
                 match self.machines.line(&measure, &figure.x) {
-                    Ok(points) => marks.push(Line { label: item.label.clone(), colour: self.colour(place, item), points }),
-                    Err(why) => self.problems.push(format!("{place}, {}, {}: {why}", panel.title, item.label)),
+                    Ok(points) => marks.push(Line {
+                        label: item.label.clone(),
+                        colour: self.colour(place, item),
+                        points,
+                    }),
+                    Err(why) => {
+                        self.problems.push(format!("{place}, {}, {}: {why}", panel.title, item.label))
+                    }
                 }
             }
             all.push((panel, marks));
         }
-        let largest = |marks: &[Line]| marks.iter().flat_map(|line| &line.points).map(|point| point.1).fold(0.0, f64::max);
+        let largest = |marks: &[Line]| {
+            marks.iter().flat_map(|line| &line.points).map(|point| point.1).fold(0.0, f64::max)
+        };
         let of_all = all.iter().map(|(_, marks)| largest(marks)).fold(0.0, f64::max);
         let mut panels = Vec::new();
         for (panel, mut marks) in all {
@@ -138,7 +163,10 @@ impl Builder<'_> {
             for point in marks.iter_mut().flat_map(|line| &mut line.points) {
                 point.1 /= multiple.divisor;
             }
-            let title = unit::with_symbol(&format!("{}{}", panel.title, if multiple.symbol.is_empty() { "" } else { "," }), &multiple.symbol);
+            let title = unit::with_symbol(
+                &format!("{}{}", panel.title, if multiple.symbol.is_empty() { "" } else { "," }),
+                &multiple.symbol,
+            );
             panels.push(Panel { title, marks });
         }
         let words = Words { title: &figure.caption, x: &figure.x_title, y: &figure.y_title };
@@ -151,7 +179,9 @@ impl Builder<'_> {
         let unit = || {
             let measure = figure.all.and(&figure.items.first()?.all).and(&panel.all);
             let records = self.machines.experiment(&measure).ok()?;
-            let named = |record: &&Record| Some(&record.metric.name) == measure.metric.as_ref() && measure.against.is_none();
+            let named = |record: &&Record| {
+                Some(&record.metric.name) == measure.metric.as_ref() && measure.against.is_none()
+            };
             Some(records.into_iter().find(named)?.metric.unit.clone())
         };
         unit().unwrap_or_else(|| "ratio".to_owned())
@@ -168,8 +198,15 @@ impl Builder<'_> {
 
     fn plot_of(&self, figure: &Figure) -> Result<Drawing, String> {
         let (experiment, name) = figure.x.split_once('/').ok_or("`x` is not of the form experiment/plot")?;
-        let specs = self.specs.experiment(experiment).ok_or_else(|| format!("no experiment is named `{experiment}`"))?;
-        let plot = specs.plots.iter().find(|plot| plot.name == name).ok_or_else(|| format!("no plot is named `{name}`"))?;
+        let specs = self
+            .specs
+            .experiment(experiment)
+            .ok_or_else(|| format!("no experiment is named `{experiment}`"))?;
+        let plot = specs
+            .plots
+            .iter()
+            .find(|plot| plot.name == name)
+            .ok_or_else(|| format!("no plot is named `{name}`"))?;
         let mut plot = plot.clone();
         plot.title = escape(&figure.caption);
         for (key, value) in &figure.all.of.0.0 {

@@ -24,13 +24,22 @@ impl Builder<'_> {
         }
         head += &format!("<tr><th>{}</th>", escape(&grid.heading));
         for (column, _) in &columns {
-            let unit = column.unit.as_ref().filter(|unit| !column.title.contains(*unit)).map(|unit| format!(" <span class=\"unit\">{}</span>", escape(unit)));
-            head += &format!("<th class=\"n\">{}{}</th>", prose::inline(&column.title), unit.unwrap_or_default());
+            let unit = column
+                .unit
+                .as_ref()
+                .filter(|unit| !column.title.contains(*unit))
+                .map(|unit| format!(" <span class=\"unit\">{}</span>", escape(unit)));
+            head +=
+                &format!("<th class=\"n\">{}{}</th>", prose::inline(&column.title), unit.unwrap_or_default());
         }
         head += "</tr>\n";
         let mut body = String::new();
         for row in &grid.rows {
-            let note = if row.note.is_empty() { String::new() } else { format!("<span class=\"ci\">{}</span>", prose::inline(&row.note)) };
+            let note = if row.note.is_empty() {
+                String::new()
+            } else {
+                format!("<span class=\"ci\">{}</span>", prose::inline(&row.note))
+            };
             body += &format!("<tr><th scope=\"row\">{}{note}</th>", prose::inline(&row.label));
             let mut filled = false;
             for (column, machine) in &columns {
@@ -45,14 +54,20 @@ impl Builder<'_> {
                 {
                     self.problems.push(format!("{place}, {}, {title}: {why}", row.label));
                 }
-                body += &format!("<td class=\"n\" data-column=\"{}\">{}</td>", escape(&title), cell.map_or_else(|_| "–".into(), |cell| cell.html(column)));
+                body += &format!(
+                    "<td class=\"n\" data-column=\"{}\">{}</td>",
+                    escape(&title),
+                    cell.map_or_else(|_| "–".into(), |cell| cell.html(column))
+                );
             }
             if !filled {
                 self.problems.push(format!("{place}: the row \"{}\" has no value", row.label));
             }
             body += "</tr>\n";
         }
-        format!("<div class=\"sheet\"><table>\n<thead>{head}</thead>\n<tbody>\n{body}</tbody></table></div>\n")
+        format!(
+            "<div class=\"sheet\"><table>\n<thead>{head}</thead>\n<tbody>\n{body}</tbody></table></div>\n"
+        )
     }
 }
 
@@ -61,7 +76,9 @@ fn columns(grid: &Grid) -> Vec<(GridColumn, Option<String>)> {
     match grid.machines.is_empty() {
         true => grid.columns.iter().map(|column| (column.clone(), None)).collect(),
         false => {
-            let of = |machine: &String| grid.columns.iter().map(|column| (column.clone(), Some(machine.clone()))).collect::<Vec<_>>();
+            let of = |machine: &String| {
+                grid.columns.iter().map(|column| (column.clone(), Some(machine.clone()))).collect::<Vec<_>>()
+            };
             grid.machines.iter().flat_map(of).collect()
         }
     }
@@ -84,7 +101,13 @@ fn measure(grid: &Grid, row: &GridRow, column: &GridColumn, machine: Option<&str
     Some(all)
 }
 
-fn cell(machines: &Machines, grid: &Grid, row: &GridRow, column: &GridColumn, machine: Option<&str>) -> Result<Cell, String> {
+fn cell(
+    machines: &Machines,
+    grid: &Grid,
+    row: &GridRow,
+    column: &GridColumn,
+    machine: Option<&str>,
+) -> Result<Cell, String> {
     let wanted = measure(grid, row, column, machine).ok_or("not a quantity of the row")?;
     let peer = fastest(machines, grid, row, &wanted);
     let with = match &peer {
@@ -96,7 +119,9 @@ fn cell(machines: &Machines, grid: &Grid, row: &GridRow, column: &GridColumn, ma
     if column.quantity.is_some() && is_rate(machines, &with) && with.against.is_some() {
         estimate = estimate.inverse();
     }
-    let peer = peer.filter(|_| row.peers.len() > 1 && column.quantity.as_deref() == Some("time")).map(|peer| peer.label.clone());
+    let peer = peer
+        .filter(|_| row.peers.len() > 1 && column.quantity.as_deref() == Some("time"))
+        .map(|peer| peer.label.clone());
     Ok(Cell { estimate, is_ratio: with.against.is_some(), peer })
 }
 
@@ -125,7 +150,8 @@ impl Cell {
         let Estimate { value, unit, certainty, .. } = &self.estimate;
         let write = |value: f64| match &column.unit {
             _ if unit == "ratio" && column.unit.as_deref() == Some("%") => format!("{:.0}", 100.0 * value),
-            Some(symbol) => unit::multiple_named(symbol, unit).map_or_else(|| unit::human(value, unit), |multiple| digits(value / multiple.divisor)),
+            Some(symbol) => unit::multiple_named(symbol, unit)
+                .map_or_else(|| unit::human(value, unit), |multiple| digits(value / multiple.divisor)),
             None if unit == "ratio" => ratio(value),
             None => unit::human(value, unit),
         };
@@ -146,15 +172,17 @@ impl Cell {
             Certainty::Single | Certainty::Exact => String::new(),
         };
         let peer = self.peer.as_ref().map(|peer| escape(peer));
-        let below: Vec<String> = [Some(below).filter(|text| !text.is_empty()), peer].into_iter().flatten().collect();
-        let below = if below.is_empty() { String::new() } else { format!("<span class=\"ci\">{}</span>", below.join(" · ")) };
+        let below: String = [Some(below).filter(|text| !text.is_empty()), peer]
+            .into_iter()
+            .flatten()
+            .map(|text| format!("<span class=\"ci\">{text}</span>"))
+            .collect();
         format!("<b{kind}>{}</b>{below}", write(*value))
     }
 }
 
 fn digits(value: f64) -> String {
     match value.abs() {
-        size if size >= 1e4 => unit::grouped(&format!("{value:.0}")),
         size if size >= 100.0 => unit::grouped(&format!("{value:.0}")),
         size if size >= 10.0 => format!("{value:.1}"),
         size if size >= 0.0995 || size == 0.0 => format!("{value:.2}"),
@@ -171,7 +199,10 @@ pub(super) fn headlines(machines: &Machines, grid: &Grid) -> Vec<(String, String
             let Ok(cell) = cell(machines, grid, row, column, Some(&machine.machine.name)) else { continue };
             let Some(wanted) = measure(grid, row, column, Some(&machine.machine.name)) else { continue };
             let peer = fastest(machines, grid, row, &wanted).map_or("", |peer| peer.label.as_str());
-            all.push((format!("{}: {}", row.label, column.title), format!("{} × {peer}", ratio(cell.estimate.value))));
+            all.push((
+                format!("{}: {}", row.label, column.title),
+                format!("{} × {peer}", ratio(cell.estimate.value)),
+            ));
         }
     }
     all

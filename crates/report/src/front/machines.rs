@@ -27,10 +27,16 @@ impl Machines {
         let name = |record: &&Record| record.environment.machine().to_owned();
         let known = |name: &String| machines.iter().any(|machine| name.contains(&machine.matches));
         let names = distinct(records.iter().map(name));
-        let others = names.iter().take(3).map(|name| Machine { name: name.clone(), title: name.clone(), matches: name.clone() });
+        let others = names.iter().take(3).map(|name| Machine {
+            name: name.clone(),
+            title: name.clone(),
+            matches: name.clone(),
+        });
         let all: Vec<Machine> = if names.iter().any(known) { machines.to_vec() } else { others.collect() };
         let of = |machine: Machine| {
-            let mine = newest(records.iter().filter(|r| r.environment.machine().contains(&machine.matches)).copied());
+            let mine = newest(
+                records.iter().filter(|r| r.environment.machine().contains(&machine.matches)).copied(),
+            );
             let mut by_experiment: HashMap<String, Vec<Record>> = HashMap::new();
             for record in mine {
                 by_experiment.entry(record.experiment.clone()).or_default().push(record);
@@ -53,7 +59,9 @@ impl Machines {
         let machine = measure.machine.as_ref().ok_or("the value names no machine")?;
         let experiment = measure.experiment.as_ref().ok_or("the value names no experiment")?;
         let records = self.get(machine).and_then(|machine| machine.records.get(experiment));
-        records.map(|all| all.iter().collect()).ok_or_else(|| format!("no record of {experiment} on {machine}"))
+        records
+            .map(|all| all.iter().collect())
+            .ok_or_else(|| format!("no record of {experiment} on {machine}"))
     }
 
     /// The value of `measure`, or one for each of its groups.
@@ -67,8 +75,13 @@ impl Machines {
         if measure.over.is_empty() {
             return Ok(vec![one(&measure.case(), measure.baseline().as_ref())?]);
         }
-        let takes = |record: &&&Record| record.metric.name == *metric && record.metric.value.is_some() && measure.case().matches(&record.case);
-        let groups = distinct(records.iter().filter(takes).filter_map(|record| record.case.project(&measure.over)));
+        let takes = |record: &&&Record| {
+            record.metric.name == *metric
+                && record.metric.value.is_some()
+                && measure.case().matches(&record.case)
+        };
+        let groups =
+            distinct(records.iter().filter(takes).filter_map(|record| record.case.project(&measure.over)));
         let all: Vec<Estimate> = groups
             .into_iter()
             .filter_map(|group| {
@@ -94,8 +107,11 @@ impl Machines {
         places.sort_by(f64::total_cmp);
         let mut points = Vec::new();
         for place in places {
-            let here: Vec<&Record> =
-                records.iter().filter(|record| record.case.get(x).and_then(number) == Some(place)).copied().collect();
+            let here: Vec<&Record> = records
+                .iter()
+                .filter(|record| record.case.get(x).and_then(number) == Some(place))
+                .copied()
+                .collect();
             let value = match measure.baseline() {
                 Some(against) => estimate::effect(&here, metric, &measure.case(), &against),
                 None => estimate::value(&here, metric, &measure.case()),
@@ -113,10 +129,14 @@ impl Machines {
     /// One line on what measured `experiments` on the given machines.
     pub(super) fn line_of(&self, used: &[(String, String)]) -> String {
         let of = |machine: &MachineRecords| {
-            let names = used.iter().filter(|(name, _)| *name == machine.machine.name).map(|(_, experiment)| experiment);
+            let names = used
+                .iter()
+                .filter(|(name, _)| *name == machine.machine.name)
+                .map(|(_, experiment)| experiment);
             let mine: Vec<&Record> = names.filter_map(|name| machine.records.get(name)).flatten().collect();
             let days = mine.iter().map(|r| r.environment.unix_time);
-            let revisions = distinct(mine.iter().map(|r| r.environment.revision.clone()).filter(|r| !r.is_empty()));
+            let revisions =
+                distinct(mine.iter().map(|r| r.environment.revision.clone()).filter(|r| !r.is_empty()));
             let revisions = if revisions.is_empty() { "no revision".into() } else { revisions.join(", ") };
             Some(format!("{} {revisions} {}", machine.machine.title, day(days.max()?)))
         };
@@ -131,7 +151,8 @@ impl Machines {
             let cpus = {
                 let mut names = distinct(all.iter().map(|r| r.environment.cpu.clone()));
                 names.sort();
-                let threads = all.iter().filter(|r| r.environment.device == "cpu").map(|r| r.environment.threads).max();
+                let threads =
+                    all.iter().filter(|r| r.environment.device == "cpu").map(|r| r.environment.threads).max();
                 names.join("; ") + &threads.map(|threads| format!(", {threads} threads")).unwrap_or_default()
             };
             let torch = {
@@ -139,7 +160,9 @@ impl Machines {
                 versions.sort();
                 versions.join(", ")
             };
-            let from = all.first().map_or("", |record| if record.environment.device == "cpu" { "" } else { "host: " });
+            let from = all
+                .first()
+                .map_or("", |record| if record.environment.device == "cpu" { "" } else { "host: " });
             format!(
                 "<tr><td>{}</td><td>{from}{}</td><td>{}</td><td class=\"n\">{}</td><td class=\"n\">{}</td><td class=\"n\">{} to {}</td></tr>\n",
                 escape(&machine.machine.title),
@@ -160,7 +183,8 @@ impl Machines {
 
 impl MachineRecords {
     fn revisions(&self) -> Vec<&str> {
-        let mut all: Vec<&str> = self.records.values().flatten().map(|record| record.environment.revision.as_str()).collect();
+        let mut all: Vec<&str> =
+            self.records.values().flatten().map(|record| record.environment.revision.as_str()).collect();
         all.sort_unstable();
         all.dedup();
         all

@@ -23,7 +23,12 @@ use crate::unit;
 
 impl Builder<'_> {
     /// The sentence that its value chooses; `None`, and a problem, where a value is missing.
-    pub(super) fn says(&mut self, place: &str, says: &Says, values: &BTreeMap<String, Measure>) -> Option<String> {
+    pub(super) fn says(
+        &mut self,
+        place: &str,
+        says: &Says,
+        values: &BTreeMap<String, Measure>,
+    ) -> Option<String> {
         match self.sentence(says, values) {
             Ok(text) => Some(text),
             Err(why) => {
@@ -121,15 +126,26 @@ fn show(all: &[Estimate], format: &str) -> Result<String, String> {
     };
     let is_ratio = all.first().is_some_and(|one| one.unit == "ratio");
     let factor = |value: f64| if all.iter().all(|one| one.value >= 1.0) { value } else { 1.0 / value };
-    let far = |value: f64| if all.iter().all(|one| one.value >= 1.0) { 100.0 * (value - 1.0) } else { 100.0 * (1.0 - value) };
+    let far = |value: f64| {
+        if all.iter().all(|one| one.value >= 1.0) { 100.0 * (value - 1.0) } else { 100.0 * (1.0 - value) }
+    };
     Ok(match format {
         "groups" => all.len().to_string(),
         "percent" => range(&far, &percent, "\u{a0}%"),
         "share" => range(&|value| 100.0 * value, &percent, "\u{a0}%"),
         "within" => within(all.first().ok_or("no value")?),
-        "most" => amounts(&[all.iter().max_by(|a, b| a.value.total_cmp(&b.value)).ok_or("no value")?.clone()]),
-        "billions" => format!("{} billion", unit::grouped(&format!("{:.0}", all.first().ok_or("no value")?.value / 1e9))),
-        "times" => range(&factor, &|value| if value < 2.0 { format!("{value:.2}") } else { format!("{value:.1}") }, " times"),
+        "most" => {
+            amounts(&[all.iter().max_by(|a, b| a.value.total_cmp(&b.value)).ok_or("no value")?.clone()])
+        }
+        "billions" => format!(
+            "{} billion",
+            unit::grouped(&format!("{:.0}", all.first().ok_or("no value")?.value / 1e9))
+        ),
+        "times" => range(
+            &factor,
+            &|value| if value < 2.0 { format!("{value:.2}") } else { format!("{value:.1}") },
+            " times",
+        ),
         "change" => change(all),
         "" | "of" | "against" if is_ratio && all.len() == 1 => ratio(all[0].value),
         "" | "of" | "against" => amounts(all),
@@ -166,7 +182,9 @@ fn within(one: &Estimate) -> String {
 }
 
 fn amounts(all: &[Estimate]) -> String {
-    let shown = |one: &Estimate| if one.unit == "ratio" { ratio(one.value) } else { unit::human(one.value, &one.unit) };
+    let shown = |one: &Estimate| {
+        if one.unit == "ratio" { ratio(one.value) } else { unit::human(one.value, &one.unit) }
+    };
     let least = all.iter().min_by(|a, b| a.value.total_cmp(&b.value)).map(shown).unwrap_or_default();
     let most = all.iter().max_by(|a, b| a.value.total_cmp(&b.value)).map(shown).unwrap_or_default();
     match (least.split_once(' '), most.split_once(' ')) {

@@ -12,7 +12,8 @@ pub(super) fn file(part: &Part) -> String {
 }
 
 pub(super) fn html(document: &Document, of: &Part) -> String {
-    let sections = of.sections.iter().map(|section| (format!("#{}", section_id(section)), section.title.clone()));
+    let sections =
+        of.sections.iter().map(|section| (format!("#{}", section_id(section)), section.title.clone()));
     let contents: Vec<(String, String)> =
         [("../index.html".to_owned(), "Back to the page".to_owned())].into_iter().chain(sections).collect();
     let main = format!(
@@ -27,13 +28,22 @@ pub(super) fn html(document: &Document, of: &Part) -> String {
 
 /// The claims about a part's experiments: those that fall short first, a column for each machine.
 fn claims(document: &Document, part: &Part) -> String {
-    let about = |checked: &&CheckedClaim| part.sections.iter().any(|section| section.name == checked.claim.experiment);
-    let columns: Vec<(&str, Vec<&CheckedClaim>)> =
-        document.by_machine.iter().map(|(machine, all)| (machine.as_str(), all.iter().filter(about).collect())).collect();
-    let Some((_, first)) = columns.first().filter(|(_, claims)| !claims.is_empty()) else { return String::new() };
+    let about = |checked: &&CheckedClaim| {
+        part.sections.iter().any(|section| section.name == checked.claim.experiment)
+    };
+    let columns: Vec<(&str, Vec<&CheckedClaim>)> = document
+        .by_machine
+        .iter()
+        .map(|(machine, all)| (machine.as_str(), all.iter().filter(about).collect()))
+        .collect();
+    let Some((_, first)) = columns.first().filter(|(_, claims)| !claims.is_empty()) else {
+        return String::new();
+    };
     let rank = |row: usize| {
         let words = columns.iter().map(|(_, claims)| claims[row].word());
-        words.map(|word| ["falls short", "tie", "holds", "not measured"].iter().position(|one| *one == word)).min()
+        words
+            .map(|word| ["falls short", "tie", "holds", "not measured"].iter().position(|one| *one == word))
+            .min()
     };
     let mut order: Vec<usize> = (0..first.len()).collect();
     order.sort_by_key(|row| rank(*row));
@@ -50,7 +60,8 @@ fn claims(document: &Document, part: &Part) -> String {
             columns.iter().map(|(_, claims)| verdict(claims[row])).collect::<String>()
         );
     }
-    let head: String = columns.iter().map(|(machine, _)| format!("<th class=\"n\">{}</th>", escape(machine))).collect();
+    let head: String =
+        columns.iter().map(|(machine, _)| format!("<th class=\"n\">{}</th>", escape(machine))).collect();
     format!(
         "<h2 id=\"claims\">Claims</h2>\n<div class=\"wide whole\"><table class=\"claims\">\n<thead><tr><th>claim</th><th class=\"n\">limit</th>{head}</tr></thead>\n\
          <tbody>\n{rows}</tbody>\n</table></div>\n"
@@ -64,6 +75,13 @@ fn verdict(one: &CheckedClaim) -> String {
         Verdict::Tie { .. } => "open",
         Verdict::NotMeasured { .. } => return "<td class=\"n\">–</td>".into(),
     };
-    let remarks = one.remarks().map(|words| format!("<div class=\"small\">{}</div>", escape(&words))).unwrap_or_default();
-    format!("<td class=\"n\">{} {}{remarks}</td>", escape(&one.figures().0.unwrap_or_default()), badge(kind, one.word()))
+    let remarks = one
+        .remarks()
+        .map(|words| format!("<div class=\"small\">{}</div>", escape(&words)))
+        .unwrap_or_default();
+    format!(
+        "<td class=\"n\">{} {}{remarks}</td>",
+        escape(&one.figures().0.unwrap_or_default()),
+        badge(kind, one.word())
+    )
 }

@@ -58,7 +58,8 @@ fn measured(s: &Section, named: bool) -> String {
             s.findings.iter().map(|text| format!("<li>{}</li>\n", prose::inline(text))).collect();
         html += &format!("<ul class=\"conclusion\">\n{items}</ul>\n");
     }
-    let mut source: Vec<String> = s.environments.iter().map(|place| format!("Measured on {}", escape(place))).collect();
+    let mut source: Vec<String> =
+        s.environments.iter().map(|place| format!("Measured on {}", escape(place))).collect();
     let name = escape(&s.csv_file());
     source.push(format!("All measurements: <a href=\"../{name}\">{name}</a>"));
     html + &source.iter().map(|line| format!("<p class=\"small\">{line}</p>\n")).collect::<String>()

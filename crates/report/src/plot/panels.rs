@@ -49,24 +49,35 @@ pub(crate) struct Words<'a> {
 }
 
 /// Draws bars: one row for each of `names` with its colour, one panel beside the other. `ratio` draws a line at 1.
-pub(crate) fn bars(words: &Words<'_>, names: &[(String, usize)], panels: &[Panel<Bar>], ratio: bool) -> Drawing {
+pub(crate) fn bars(
+    words: &Words<'_>,
+    names: &[(String, usize)],
+    panels: &[Panel<Bar>],
+    ratio: bool,
+) -> Drawing {
     let draw = |width: f64| {
         let mut svg = Svg::new();
         let narrow = is_narrow(width);
         let label = names.iter().map(|(name, _)| svg::width(name)).fold(0.0, f64::max).min(width * 0.36);
-        let left = if narrow { 8.0 } else { 8.0 + label + 10.0 };
+        let left = if narrow { 14.0 } else { 8.0 + label + 10.0 };
         let columns = if narrow { 1 } else { panels.len() };
         let cell = (width - left - 8.0) / columns as f64;
         let row = if narrow { 38.0 } else { 26.0 };
         let height = 24.0 + names.len() as f64 * row + 40.0;
         let most = |panel: &Panel<Bar>| {
-            panel.marks.iter().map(|bar| bar.interval.map_or(bar.value, |(_, high)| high.min(bar.value * 1.5))).fold(0.0, f64::max)
+            panel
+                .marks
+                .iter()
+                .map(|bar| bar.interval.map_or(bar.value, |(_, high)| high.min(bar.value * 1.5)))
+                .fold(0.0, f64::max)
         };
         for (index, panel) in panels.iter().enumerate() {
             let at = if narrow { (left, index as f64 * height) } else { (left + index as f64 * cell, 0.0) };
             let figures = panel.marks.iter().map(|bar| svg::width(&bar.text)).fold(0.0, f64::max) + 14.0;
             let end = at.0 + cell - figures - 8.0;
-            let axis = Axis::over(&[most(panel).max(if ratio { 1.0 } else { 0.0 })], false, true, 3).between(at.0, end).without_crowding();
+            let axis = Axis::over(&[most(panel).max(if ratio { 1.0 } else { 0.0 })], false, true, 3)
+                .between(at.0, end)
+                .without_crowding();
             let (top, bottom) = (at.1 + 24.0, at.1 + 24.0 + names.len() as f64 * row);
             svg.text("head", Anchor::Start, (at.0, at.1 + 14.0), &svg::clip(&panel.title, cell - 10.0));
             for (value, tick) in &axis.ticks {
@@ -176,7 +187,8 @@ fn axes(
 
 /// Draws points over two ratios; all panels share both axes, and dashed lines are at 1.
 pub(crate) fn pareto(words: &Words<'_>, panels: &[Panel<Dot>]) -> Drawing {
-    let all = |pick: fn(&Dot) -> f64| panels.iter().flat_map(|panel| &panel.marks).map(pick).fold(1.0, f64::max);
+    let all =
+        |pick: fn(&Dot) -> f64| panels.iter().flat_map(|panel| &panel.marks).map(pick).fold(1.0, f64::max);
     let (x_most, y_most) = (all(|dot| dot.x), all(|dot| dot.y));
     let draw = |width: f64| {
         let mut svg = Svg::new();
@@ -199,7 +211,11 @@ pub(crate) fn pareto(words: &Words<'_>, panels: &[Panel<Dot>]) -> Drawing {
             for (dot, place) in panel.marks.iter().zip(&places) {
                 if let Some((low, high)) = dot.interval {
                     let (top, bottom) = (y.at(high).max(frame.top), y.at(low).min(frame.bottom));
-                    svg.line(&format!("{} whisker", svg::stroke(dot.colour)), (place.0, top), (place.0, bottom));
+                    svg.line(
+                        &format!("{} whisker", svg::stroke(dot.colour)),
+                        (place.0, top),
+                        (place.0, bottom),
+                    );
                 }
                 svg.mark(dot.colour, false, *place, &format!("{}: {:.2}, {:.2}", dot.label, dot.x, dot.y));
             }
@@ -223,7 +239,11 @@ pub(crate) fn lines(words: &Words<'_>, panels: &[Panel<Line>], log_x: bool, shar
     let draw = |width: f64| {
         let mut svg = Svg::new();
         let cells = Cells::new(width, panels.len());
-        let names = panels.iter().flat_map(|panel| &panel.marks).map(|line| svg::width(&line.label)).fold(0.0, f64::max);
+        let names = panels
+            .iter()
+            .flat_map(|panel| &panel.marks)
+            .map(|line| svg::width(&line.label))
+            .fold(0.0, f64::max);
         let room = names.min(cells.cell * 0.4) + 12.0;
         for (index, panel) in panels.iter().enumerate() {
             let of = if shared { every.clone() } else { vec![panel] };
@@ -231,8 +251,11 @@ pub(crate) fn lines(words: &Words<'_>, panels: &[Panel<Line>], log_x: bool, shar
             let x = Axis::over(&xs, log_x, false, 6).with_ticks_at(&xs);
             let y = Axis::over(&ys, false, true, 5);
             let (x, y, frame) = axes(&mut svg, words, &cells, index, &panel.title, (x, y), room);
-            let ends: Vec<f64> =
-                panel.marks.iter().map(|line| line.points.last().map_or(frame.bottom, |point| y.at(point.1))).collect();
+            let ends: Vec<f64> = panel
+                .marks
+                .iter()
+                .map(|line| line.points.last().map_or(frame.bottom, |point| y.at(point.1)))
+                .collect();
             let heights = spread_apart(&ends, 15.0, frame.top + 4.0, frame.bottom - 2.0);
             for (line, height) in panel.marks.iter().zip(heights) {
                 let places: Vec<(f64, f64)> = line.points.iter().map(|&(a, b)| (x.at(a), y.at(b))).collect();
@@ -241,7 +264,12 @@ pub(crate) fn lines(words: &Words<'_>, panels: &[Panel<Line>], log_x: bool, shar
                     places.iter().for_each(|&place| svg.mark(line.colour, false, place, ""));
                 }
                 let end = places.last().map_or(frame.right, |place| place.0);
-                svg.text(&format!("t{}", line.colour % 8), Anchor::Start, (end + 8.0, height + 4.0), &svg::clip(&line.label, room));
+                svg.text(
+                    &format!("t{}", line.colour % 8),
+                    Anchor::Start,
+                    (end + 8.0, height + 4.0),
+                    &svg::clip(&line.label, room),
+                );
             }
         }
         cells.finish(svg, words.title, panels.len())

@@ -152,7 +152,9 @@ pub(super) fn rules() -> String {
     let rules = |pick: fn(&(&'static str, &'static str)) -> &'static str| {
         let rule = |(i, c): (usize, &(&'static str, &'static str))| {
             let colour = pick(c);
-            format!(".frugal-plot .f{i}{{fill:{colour}}}.frugal-plot .k{i}{{stroke:{colour}}}.frugal-plot .t{i}{{fill:{colour}}}")
+            format!(
+                ".frugal-plot .f{i}{{fill:{colour}}}.frugal-plot .k{i}{{stroke:{colour}}}.frugal-plot .t{i}{{fill:{colour}}}"
+            )
         };
         COLOURS.iter().enumerate().map(rule).collect::<String>()
     };

@@ -20,9 +20,9 @@ use serde::Deserialize;
 /// | `{slower:step_time_vs_eager@1}` | the same for a ratio, whose baseline is the number after the `@` |
 /// | `{{`, `}}` | a brace |
 ///
-/// A change that is not larger than both spreads together counts as no change: the sentence has `neither more nor less`, and ends
-/// with `(no difference beyond the spread: backward)`. One of single runs, which have no spread, ends with
-/// `(single runs: backward)`.
+/// A change whose 95 % interval covers no change counts as none: the sentence has `neither more nor less`, and ends
+/// with `(no difference by the 95 % interval: backward)`, or with `(undecided by the 95 % interval: backward)` where that is wide. One
+/// of single runs, which have no interval, ends with `(single runs: backward)`.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(try_from = "String")]
 pub struct Template(pub(crate) Vec<Piece>);

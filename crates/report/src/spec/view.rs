@@ -159,8 +159,8 @@ pub struct Finding {
 pub enum Wording {
     /// A sentence whose figures carry their sign in words.
     Always(Template),
-    /// The sentence that the sign of a figure chooses: `decides = "step_seconds"` or `"speed_ratio@0.95"`. A difference within
-    /// the spread counts as no change. Over several groups `less` is chosen where one of them is below, else `more` where one is above.
+    /// The sentence that the sign of a figure chooses: `decides = "step_seconds"` or `"speed_ratio@0.95"`. A difference whose
+    /// interval covers none counts as no change. Over several groups `less` is chosen where one of them is below, else `more` where one is above.
     BySign {
         /// The figure.
         decides: Operand,

@@ -110,8 +110,12 @@ fn a_limit_within_the_interval_of_the_rounds_is_a_tie() {
     assert_eq!(verdict(&ten(0.0)), format!("1.00 <= 1.00 tie (95 % interval 0.96 to 1.03; {against}"));
     assert_eq!(verdict(&ten(0.1)), format!("1.10 <= 1.00 falls short ({against}"));
     assert_eq!(verdict(&ten(-0.1)), format!("0.90 <= 1.00 holds ({against}"));
-    // Five rounds never give an interval, so the median decides.
-    assert_eq!(verdict(&[0.9, 0.95, 1.01, 1.1, 1.2]), format!("1.01 <= 1.00 falls short ({against}"));
+    // Below six rounds the interval is Student's.
+    assert_eq!(
+        verdict(&[0.9, 0.95, 1.01, 1.1, 1.2]),
+        format!("1.01 <= 1.00 tie (95 % interval 0.89 to 1.18; {against}")
+    );
+    assert_eq!(verdict(&[1.09, 1.1, 1.11]), format!("1.10 <= 1.00 falls short ({against}"));
 }
 
 #[test]

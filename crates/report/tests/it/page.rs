@@ -1,4 +1,4 @@
-//! The written folder: the page's structure, that it stands alone, and that no text of a record or spec acts as HTML.
+//! The written folder: the appendix's structure, that pages stand alone, and that no text of a record or spec acts as HTML.
 
 use crate::fixed_records::{environment, record, rounds, specs, swiglu};
 use expect_test::expect;
@@ -25,7 +25,7 @@ fn file(files: &[(String, String)], name: &str) -> String {
 
 /// Every tag in order of the text, and every text between; fails where tags are not closed in order.
 fn parse(html: &str) -> (Vec<String>, Vec<String>) {
-    const VOID: [&str; 3] = ["meta", "!doctype", "br"];
+    const VOID: [&str; 4] = ["meta", "!doctype", "br", "img"];
     let (mut open, mut tags, mut texts) = (Vec::<String>::new(), Vec::new(), Vec::new());
     let mut rest = html;
     while let Some(at) = rest.find('<') {
@@ -65,11 +65,11 @@ fn the_page_has_its_parts_in_order() {
             "swiglu-time.csv",
             "report.md",
             "claims.md",
-            "part-experiments.md",
+            "appendix/experiments.html",
             "index.html"
         ]
     );
-    let page = file(&files, "index.html");
+    let page = file(&files, "appendix/experiments.html");
     let (tags, texts) = parse(&page);
     let (mut outline, mut texts) = (String::new(), texts.into_iter().skip(1));
     for tag in tags {
@@ -84,34 +84,15 @@ fn the_page_has_its_parts_in_order() {
     expect![[r#"
         li: 
         li: 
-        summary: 2 sections
         li: 
-        li: 
-        li: 
-        h1: Frugal
-        summary: 1 of 3 claims fall short
-        th: verdict
+        h1: Appendix: Experiments
+        h2: Claims
         th: claim
-        th: measured
         th: limit
-        th: command
+        th: Test CPU
         span: falls short
-        summary: 1 of 3 claims are not measured
-        th: verdict
-        th: claim
-        th: measured
-        th: limit
-        th: command
-        span: not measured
-        summary: 1 of 3 claims hold
-        th: verdict
-        th: claim
-        th: measured
-        th: limit
-        th: command
         span: holds
-        h2: Experiments
-        h3: Keep or recompute
+        h2: Keep or recompute
         span: done
         h4: Time and memory
         th: batch
@@ -119,41 +100,45 @@ fn the_page_has_its_parts_in_order() {
         th: backward (ms)
         th: peak (MiB)
         figcaption: Time against memory
-        h4: Conclusion
         li: batch 1: InputOnly needs 37.5 % less memory for 25.5 % more time, 250 MiB against 400 MiB (0.625)
         li: batch 8: not measured (needs 12 GiB)
-        h3: Against PyTorch
+        h2: Against PyTorch
         span: skipped
         h4: All measurements
         th: impl
         th: batch
         th: step (s)
         th: step time ratio
-        summary: 2 experiments, 1 done, 1 skipped
-        th: experiment
-        th: name
-        th: run
-        span: done
-        span: skipped
     "#]]
     .assert_eq(&outline);
 }
 
 #[test]
-fn the_page_stands_alone_and_its_links_lead_somewhere() {
+fn the_pages_stand_alone_and_their_links_lead_somewhere() {
     let files = written(&specs(), &[swiglu(), rounds()].concat(), &runs());
-    let page = file(&files, "index.html");
-    let (tags, _) = parse(&page);
-    for forbidden in ["<script", "<link", "<img", "<iframe", "@import", "url(", " src="] {
-        assert!(!page.contains(forbidden), "{forbidden}");
-    }
-    for tag in &tags {
-        let Some(target) = tag.split("href=\"").nth(1).and_then(|rest| rest.split('"').next()) else {
-            continue;
+    for (page, within) in [("index.html", ""), ("appendix/experiments.html", "appendix/")] {
+        let text = file(&files, page);
+        let (tags, _) = parse(&text);
+        for forbidden in ["<script", "<link", "<iframe", "@import", "url(", "http:", "https:"] {
+            assert!(
+                !text.contains(forbidden) || text.contains("http://www.w3.org/2000/svg"),
+                "{page}: {forbidden}"
+            );
+        }
+        let value = |tag: &String, name: &str| {
+            let rest = tag.split_once(&format!("{name}=\""))?.1;
+            rest.split('"').next().map(str::to_owned)
         };
-        match target.strip_prefix('#') {
-            Some(anchor) => assert!(tags.iter().any(|t| t.contains(&format!("id=\"{anchor}\""))), "{target}"),
-            None => assert!(files.iter().any(|(name, _)| name == target), "{target}"),
+        for target in tags.iter().flat_map(|tag| [value(tag, "href"), value(tag, "src")]).flatten() {
+            if let Some(anchor) = target.strip_prefix('#') {
+                assert!(tags.iter().any(|t| t.contains(&format!("id=\"{anchor}\""))), "{page}: {target}");
+                continue;
+            }
+            let path = match target.strip_prefix("../") {
+                Some(path) => path.to_owned(),
+                None => format!("{within}{target}"),
+            };
+            assert!(files.iter().any(|(name, _)| *name == path), "{page}: {target}");
         }
     }
 }
@@ -163,73 +148,13 @@ fn the_markdown_report() {
     expect![[r#"
         # Frugal: measurements
 
-        | part                               | questions | not measured | sections |
-        | ---------------------------------- | --------: | -----------: | -------: |
-        | [Experiments](part-experiments.md) |         0 |            0 |        2 |
+        Everything else is in the appendix:
 
-        [Claims](claims.md): 1 hold, 1 fall short, 1 are not measured.
+        - [Experiments](appendix/experiments.html), 2 sections
 
-        Measured on Test CPU, 2 threads, 8.00 GiB, libtorch 2.11.0, revision abc1234, 2026-11-21; each section names its own machine and revision.
-    "#]].assert_eq(&file(&written(&specs(), &[swiglu(), rounds()].concat(), &runs()), "report.md"));
-}
-
-#[test]
-fn the_markdown_of_a_part() {
-    let files = written(&specs(), &[swiglu(), rounds()].concat(), &runs());
-    assert!(file(&files, "claims.md").contains("| **falls short** "));
-    expect![[r#"
-        # Experiments
-
-        ## Keep or recompute
-
-        What each **level** costs.
-
-        Run: done in 1 min 15 s
-
-        **Time and memory**
-
-        | batch | level     |    backward (ms) |       peak (MiB) |
-        | ----: | --------- | ---------------: | ---------------: |
-        |     1 | SaveAll   |          102 ± 1 |              400 |
-        |     1 | InputOnly |          128 ± 1 |              250 |
-        |     8 | SaveAll   | not measured [a] | not measured [a] |
-        |     8 | InputOnly |        1,000 ± 5 |            1,536 |
-
-        - [a] needs 12 GiB
-
-        ![Time against memory](plots/swiglu-pareto.svg)
-
-        - batch 1: InputOnly needs 37.5 % less memory for 25.5 % more time, 250 MiB against 400 MiB (0.625)
-        - batch 8: not measured (needs 12 GiB)
-
-        Reproduce: `cargo xtask run-all --only swiglu`
-
-        Measured on Test CPU, 2 threads, 8.00 GiB, libtorch 2.11.0, revision abc1234, 2026-11-21
-
-        All measurements: [swiglu.csv](swiglu.csv)
-
-        ## Against PyTorch
-
-        In turns.
-
-        Run: skipped: no Python
-
-        **All measurements**
-
-        | impl    | batch |    step (s) |   step time ratio |
-        | ------- | ----: | ----------: | ----------------: |
-        | frugal  |     8 | 3.80 ± 0.95 | 0.950 ± 0.000 [a] |
-        | pytorch |     8 | 4.00 ± 1.00 |                 – |
-
-        - [a] against PyTorch 2.11.0
-
-        Reproduce: `cargo xtask compare --only swiglu-time`
-
-        Measured on Test CPU, 2 threads, 8.00 GiB, libtorch 2.11.0, revision abc1234, 2026-11-21
-
-        All measurements: [swiglu-time.csv](swiglu-time.csv)
+        [Claims](claims.md): 1 hold, 0 are a tie, 1 fall short, 1 are not measured.
     "#]]
-    .assert_eq(&file(&files, "part-experiments.md"));
+    .assert_eq(&file(&written(&specs(), &[swiglu(), rounds()].concat(), &runs()), "report.md"));
 }
 
 #[test]
@@ -249,7 +174,7 @@ fn records_that_no_crate_registers_are_shown_as_they_are() {
     let stray = record("a/../stray", Case::new().with("x", 1), Metric::exact("m", "", 2.0));
     let files = written(&Specs::default(), &[stray], &[]);
     assert_eq!(files[0].0, "a____stray.csv");
-    assert!(file(&files, "index.html").contains("No crate registers this experiment"));
+    assert!(file(&files, "appendix/experiments.html").contains("No crate registers this experiment"));
 }
 
 /// Texts that end an element, an attribute, a comment or a table cell, in every place where a text can come from.
@@ -303,7 +228,12 @@ fn no_text_acts_as_html() {
             let (tags, _) = parse(content);
             for tag in &tags {
                 let name_of = tag.trim_start_matches('/').split([' ', '/']).next().unwrap();
-                assert!(!["script", "img", "b", "!--"].contains(&name_of), "{name} has <{tag}> of {text:?}");
+                // The appendix's plots are files.
+                let plot = tag.starts_with("img loading=\"lazy\" src=\"../plots/");
+                assert!(
+                    plot || !["script", "img", "b", "!--"].contains(&name_of),
+                    "{name} has <{tag}> of {text:?}"
+                );
                 // An attribute's quotes are even, and none of the attributes is a handler.
                 assert_eq!(tag.matches('"').count() % 2, 0, "{name}: <{tag}>");
                 let outside: String = tag.split('"').step_by(2).collect();
@@ -312,7 +242,7 @@ fn no_text_acts_as_html() {
             }
             assert!(!content.chars().any(|c| c.is_control() && c != '\n'), "{name} has a control character");
         }
-        let page = file(&files, "index.html");
+        let page = file(&files, "appendix/experiments.html");
         assert!(page.matches("alert(1)").count() > 0 || !text.contains("alert"), "the text itself is shown");
     }
 }

@@ -179,7 +179,7 @@ fn a_change_within_the_spread_is_called_so() {
     let finding: spec::Finding =
         toml::from_str("of = { level = 'b' }\nagainst = { level = 'a' }\ntext = '{more:step_seconds} time'")
             .unwrap();
-    expect!["neither more nor less time (no difference beyond the spread: step)"]
+    expect!["neither more nor less time (undecided by the 95 % interval: step)"]
         .assert_eq(&finding::sentences(&finding, &measured).join("\n"));
 }
 
