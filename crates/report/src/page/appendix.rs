@@ -63,7 +63,7 @@ fn claims(document: &Document, part: &Part) -> String {
     let head: String =
         columns.iter().map(|(machine, _)| format!("<th class=\"n\">{}</th>", escape(machine))).collect();
     format!(
-        "<h2 id=\"claims\">Claims</h2>\n<div class=\"wide whole\"><table class=\"claims\">\n<thead><tr><th>claim</th><th class=\"n\">limit</th>{head}</tr></thead>\n\
+        "<h2 id=\"claims\">Claims</h2>\n<div class=\"wide whole\" tabindex=\"0\"><table class=\"claims\">\n<thead><tr><th>claim</th><th class=\"n\">limit</th>{head}</tr></thead>\n\
          <tbody>\n{rows}</tbody>\n</table></div>\n"
     )
 }

@@ -108,7 +108,7 @@ fn table(t: &Table) -> String {
     };
     let notes: String = t.notes.iter().enumerate().map(note).collect();
     let table = format!(
-        "<div class=\"wide\"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>\n{notes}"
+        "<div class=\"wide\" tabindex=\"0\"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>\n{notes}"
     );
     let title = escape(&t.title);
     if t.rows.len() > FOLDED {
