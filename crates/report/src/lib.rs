@@ -1,7 +1,7 @@
 //! Turns records of measurements into CSV, Markdown, SVG and one HTML page.
 //!
 //! A program appends [`Record`]s to a file. Its registration ([`Specs`]) defines the tables, plots and findings to make of them, and
-//! the claims to check. [`site::write`] makes the report from both. Every figure in it is computed from records; none is typed by
+//! the claims to check. [`site::write`] makes the report from both: one page of articles ([`front`]) and an appendix. Every figure in it is computed from records; none is typed by
 //! hand.
 //!
 //! ```
@@ -41,8 +41,8 @@
 //! assert_eq!(claims[0].to_string(), "claim copy/pinned-time 0.80 ms <= 1.00 ms holds");
 //!
 //! let folder = tempfile::tempdir()?;
-//! let written = site::write(&specs, &records, &[], &[], folder.path())?;
-//! let page = std::fs::read_to_string(written.page)?;
+//! site::write(&specs, &records, &[], &[], folder.path())?;
+//! let page = std::fs::read_to_string(folder.path().join("appendix/experiments.html"))?;
 //! assert!(page.contains("size 4096: a pinned copy takes 60.0 % less time"));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```

@@ -1,8 +1,6 @@
 //! The appendix: a part for each assignment, with everything that was measured on every machine.
 
 use crate::claim::{self, CheckedClaim};
-use crate::finding;
-use crate::measurements::{Measurements, distinct};
 use crate::record::Record;
 use crate::run::RunOutcome;
 use crate::section::{Section, sections};
@@ -51,21 +49,21 @@ pub struct Part {
     pub title: String,
     /// Its subject, in Markdown.
     pub about: String,
-    /// The assignment's questions with their answers.
+    /// The assignment's questions.
     pub rows: Vec<Row>,
     /// Its sections.
     pub sections: Vec<Section>,
 }
 
-/// A question of an assignment with its answers.
+/// A question of an assignment, and where its answer is.
 #[derive(Clone, Debug)]
 pub struct Row {
     /// The question, in Markdown.
     pub asks: String,
-    /// Its answers, in Markdown.
-    pub answers: Vec<String>,
-    /// Whether every answer has its figures.
-    pub measured: bool,
+    /// An answer without figures, in Markdown.
+    pub says: String,
+    /// Why the answer is less than was asked, in Markdown.
+    pub short: Option<String>,
     /// The names and headings of its sections.
     pub sections: Vec<(String, String)>,
     /// Files of the checkout.
@@ -80,12 +78,6 @@ impl Document {
             by_machine: by_machine(specs, records, others),
             parts: parts(specs, records, runs, others),
         }
-    }
-
-    /// Returns the questions that have no measurement, each with its part.
-    pub fn gaps(&self) -> Vec<(&Part, &Row)> {
-        let rows = self.parts.iter().flat_map(|part| part.rows.iter().map(move |row| (part, row)));
-        rows.filter(|(_, row)| !row.measured).collect()
     }
 
     /// Returns every section, in the order of the page.
@@ -121,7 +113,6 @@ fn parts(specs: &Specs, records: &[Record], runs: &[RunOutcome], others: &[Other
             }
         }
     }
-    let row = |row: &spec::Row| answer(specs, row, records, others);
     let mut parts: Vec<Part> = specs
         .parts
         .iter()
@@ -134,7 +125,7 @@ fn parts(specs: &Specs, records: &[Record], runs: &[RunOutcome], others: &[Other
                 title: part.title.clone(),
                 about: part.about.clone(),
                 sections: part.sections.iter().filter_map(take).collect(),
-                rows: part.rows.iter().map(row).collect(),
+                rows: part.rows.iter().map(|one| row(specs, one)).collect(),
             }
         })
         .collect();
@@ -151,52 +142,13 @@ fn parts(specs: &Specs, records: &[Record], runs: &[RunOutcome], others: &[Other
     parts
 }
 
-fn answer(specs: &Specs, row: &spec::Row, records: &[Record], others: &[OtherReport]) -> Row {
-    let mut answers = Vec::new();
-    let mut measured = true;
-    if !row.says.is_empty() {
-        answers.push(row.says.trim().to_owned());
+fn row(specs: &Specs, row: &spec::Row) -> Row {
+    let sections = row.sections.iter().filter_map(|name| Some((name.clone(), specs.title(name)?.to_owned())));
+    Row {
+        asks: row.asks.clone(),
+        says: row.says.clone(),
+        short: row.short.clone(),
+        sections: sections.collect(),
+        code: row.code.clone(),
     }
-    for spec::Answer { experiment, finding } in &row.answers {
-        let here = finding::render(finding, &Measurements::select(specs, experiment, records));
-        let elsewhere = others.iter().flat_map(|other| {
-            let sentences =
-                finding::render(finding, &Measurements::select(specs, experiment, &other.records));
-            let sentences = sentences.into_iter().filter(|sentence| sentence.measured);
-            sentences.map(|sentence| format!("On {}: {}", other.machine_of(experiment), sentence.text))
-        });
-        let elsewhere: Vec<String> = elsewhere.collect();
-        let anywhere = !elsewhere.is_empty() || here.iter().any(|sentence| sentence.measured);
-        match anywhere {
-            true => answers.extend(here.into_iter().filter(|sentence| sentence.measured).map(|s| s.text)),
-            false => {
-                let why = here.into_iter().next().map(|sentence| sentence.text).unwrap_or_default();
-                answers.push(not_measured(specs, row, Some(experiment), &why));
-            }
-        }
-        answers.extend(elsewhere);
-        measured &= anywhere;
-    }
-    if row.answers.is_empty() && row.missing.is_some() {
-        answers.push(not_measured(specs, row, None, ""));
-        measured = false;
-    }
-    let named = row.answers.iter().map(|answer| &answer.experiment).chain(row.section.as_ref());
-    let sections =
-        distinct(named).into_iter().filter_map(|name| Some((name.clone(), specs.title(name)?.to_owned())));
-    let answers = distinct(answers.into_iter());
-    Row { asks: row.asks.clone(), answers, measured, sections: sections.collect(), code: row.code.clone() }
-}
-
-/// `Not measured: no GPU. Measure it with …`
-fn not_measured(specs: &Specs, row: &spec::Row, experiment: Option<&String>, why: &str) -> String {
-    let why = match &row.missing {
-        Some(reason) => reason.trim_end_matches('.'),
-        None => why.strip_suffix(')').unwrap_or(why),
-    };
-    let why = why.replacen("not measured (", "", 1);
-    let command = row.run.clone().or_else(|| specs.command(experiment?));
-    let why = if why.is_empty() { "no record" } else { &why };
-    let command = command.map(|command| format!(" Measure it with `{command}`.")).unwrap_or_default();
-    format!("**Not measured**: {why}.{command}")
 }

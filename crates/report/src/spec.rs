@@ -47,7 +47,7 @@ pub use article::{
     Peer, Says,
 };
 pub use load::{FOLDER, SpecError};
-pub use part::{Answer, Part, Row};
+pub use part::{Part, Row};
 pub use template::{Operand, Template};
 pub(crate) use template::{Piece, Quantity};
 pub use view::{Finding, Plot, PlotKind, Table, Wording};

@@ -1,4 +1,4 @@
-//! The appendix page of a part: its questions with their answers, its claims on every machine, and everything that was measured.
+//! The appendix page of a part: its questions, its claims on every machine, and everything that was measured.
 
 use super::{badge, document_of, part, section, section_id};
 use crate::claim::{CheckedClaim, Verdict};

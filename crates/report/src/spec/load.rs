@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use super::{Measure, Specs};
 
 /// The folder of a workspace whose `.toml` files register experiments, one for each crate that is measured. Its folder
-/// `parts` has the report's parts, in the order of the files' names.
+/// `parts` has the report's parts, and `articles` its articles, in the order of the files' names.
 pub const FOLDER: &str = "crates/experiments/experiments";
 
 /// A file of experiments that cannot be used.
@@ -135,9 +135,7 @@ impl Specs {
         }
         for part in &self.parts {
             let line = line_of(text, &part.name);
-            let named = part.rows.iter().flat_map(|row| {
-                row.answers.iter().map(|answer| &answer.experiment).chain(row.section.as_ref())
-            });
+            let named = part.rows.iter().flat_map(|row| &row.sections);
             for name in part.sections.iter().chain(named) {
                 let line = line_with(text, &format!("\"{name}\"")).unwrap_or(line);
                 all.push(refer(line, format!("the part `{}`", part.name), "experiment", name));

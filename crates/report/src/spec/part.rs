@@ -2,8 +2,7 @@
 
 use serde::Deserialize;
 
-use super::Finding;
-use super::view::{FindingFields, file_name};
+use super::view::file_name;
 
 /// A part of the report: an assignment's questions with their answers, then sections.
 #[derive(Clone, Debug, PartialEq, Deserialize)]
@@ -31,56 +30,19 @@ pub struct Part {
 pub struct Row {
     /// The question or task, in Markdown.
     pub asks: String,
-    /// Findings that answer it.
-    #[serde(default, rename = "answer")]
-    pub answers: Vec<Answer>,
     /// An answer without figures, such as a formula or where the code is, in Markdown.
     #[serde(default)]
     pub says: String,
     /// The files that have the code and its test, relative to the checkout.
     #[serde(default)]
     pub code: Vec<String>,
-    /// An experiment or comparison whose section belongs to the row, besides those of the answers.
+    /// The experiments and comparisons whose sections answer it.
     #[serde(default)]
-    pub section: Option<String>,
+    pub sections: Vec<String>,
     /// Why the answer is not the assignment's: of a smaller size, of another device, of too few runs. Missing where it is.
     #[serde(default)]
     pub short: Option<String>,
     /// Whether the question is the project's own and not the assignment's.
     #[serde(default)]
     pub own: bool,
-    /// Why it is not measured, where no answer has a record.
-    #[serde(default)]
-    pub missing: Option<String>,
-    /// The command that measures it; that of the answer's experiment where this is missing.
-    #[serde(default)]
-    pub run: Option<String>,
-}
-
-/// A finding over the records of one experiment or comparison.
-#[derive(Clone, Debug, PartialEq, Deserialize)]
-#[serde(try_from = "AnswerFields")]
-pub struct Answer {
-    /// The experiment or comparison.
-    pub experiment: String,
-    /// The finding.
-    pub finding: Finding,
-}
-
-#[derive(Deserialize)]
-struct AnswerFields {
-    experiment: String,
-    #[serde(flatten)]
-    finding: toml::Table,
-}
-
-impl TryFrom<AnswerFields> for Answer {
-    type Error = String;
-
-    fn try_from(fields: AnswerFields) -> Result<Self, String> {
-        let AnswerFields { experiment, finding } = fields;
-        let fields: FindingFields =
-            finding.try_into().map_err(|error: toml::de::Error| error.message().to_owned())?;
-        Ok(Self { experiment, finding: fields.try_into()? })
-    }
 }

@@ -227,6 +227,33 @@ fn no_gain_without_an_interval_and_no_gap_beside_a_value() {
     }
 }
 
+#[test]
+fn every_question_has_a_figure_or_a_reason() {
+    let reports = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../reports");
+    let measured = |name: &String| {
+        ["", "h200", "intel"]
+            .iter()
+            .any(|folder| reports.join(folder).join(format!("records/{name}.jsonl")).is_file())
+    };
+    for part in &registered().parts {
+        for row in part.rows.iter().filter(|row| !row.own && row.short.is_none() && !row.sections.is_empty())
+        {
+            assert!(
+                row.sections.iter().any(measured),
+                "{}: \"{}\" has no record; say on the page why, with `short`",
+                part.name,
+                row.asks
+            );
+        }
+        let short = part.rows.iter().filter_map(|row| row.short.as_ref());
+        assert!(
+            short.clone().all(|text| text.starts_with("**")),
+            "{}: a gap begins with its subject",
+            part.name
+        );
+    }
+}
+
 /// Every text of an article that no value chooses.
 fn unchosen(article: &Article) -> Vec<&str> {
     let mut all: Vec<&str> = vec![&article.title];

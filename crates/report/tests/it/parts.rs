@@ -35,19 +35,8 @@ const PART: &str = r#"
 
     [[part.row]]
     asks = "How fast?"
-    [[part.row.answer]]
-    experiment = "e"
-    of = { method = "ours" }
-    against = { method = "theirs" }
-    text = "Ours is {slower:step_seconds} than theirs."
-
-    [[part.row]]
-    asks = "How fast elsewhere?"
-    missing = "needs a GPU"
-    [[part.row.answer]]
-    experiment = "e"
-    of = { method = "elsewhere" }
-    text = "It takes {of:step_seconds}."
+    sections = ["e"]
+    short = "**A GPU** is not at hand."
 
     [[part.row]]
     asks = "Why?"
@@ -58,15 +47,18 @@ fn seconds(method: &str, samples: &[f64]) -> Record {
     record("e", Case::new().with("method", method), Metric::of_samples("step_seconds", "s", samples))
 }
 
-fn answers(ours: &[f64], theirs: &[f64], others: &[OtherReport]) -> Vec<String> {
-    let specs: Specs = toml::from_str(PART).unwrap();
-    let document = Document::new(&specs, &[seconds("ours", ours), seconds("theirs", theirs)], &[], others);
-    document.parts[0].rows.iter().flat_map(|row| row.answers.clone()).collect()
+fn sentence(ours: &[f64], theirs: &[f64]) -> String {
+    let finding: Finding = toml::from_str(
+        "of = { method = 'ours' }\nagainst = { method = 'theirs' }\ntext = 'Ours is {slower:step_seconds} than theirs.'",
+    )
+    .unwrap();
+    let measured = Measurements::from_records(&[seconds("ours", ours), seconds("theirs", theirs)]);
+    finding::sentences(&finding, &measured).remove(0)
 }
 
 #[test]
 fn the_words_follow_the_sign_and_the_size() {
-    let first = |ours: &[f64]| answers(ours, &[1.0, 1.01, 0.99], &[]).remove(0);
+    let first = |ours: &[f64]| sentence(ours, &[1.0, 1.01, 0.99]);
     assert_eq!(first(&[1.13, 1.14, 1.12]), "Ours is 13.0 % slower than theirs.");
     assert_eq!(first(&[0.8, 0.81, 0.79]), "Ours is 25.0 % faster than theirs.");
     assert_eq!(first(&[0.2, 0.2, 0.2]), "Ours is 5.00 times as fast as theirs.");
@@ -83,20 +75,31 @@ fn the_words_follow_the_sign_and_the_size() {
 }
 
 #[test]
-fn a_question_without_a_record_says_why_and_how() {
-    let gap = "**Not measured**: needs a GPU. Measure it with `cargo xtask run-all --only e`.";
-    assert_eq!(answers(&[1.0], &[1.0], &[])[1], gap);
+fn a_claim_takes_the_figure_of_the_machine_that_has_it() {
     let other = OtherReport { folder: "gpu".into(), records: vec![seconds("elsewhere", &[0.5, 0.5, 0.5])] };
     let specs: Specs = toml::from_str(PART).unwrap();
-    let document = Document::new(&specs, &[], &[], std::slice::from_ref(&other));
-    assert_eq!(document.parts[0].rows[1].answers, ["On Test CPU: It takes 500 ms."]);
-    assert_eq!(document.gaps().len(), 1, "the first question has no record anywhere");
     let claim = |records: &[Record]| {
         let document = Document::new(&specs, records, &[], std::slice::from_ref(&other));
         document.claims[0].to_string()
     };
     assert_eq!(claim(&[]), "claim c/e 0.50 s <= 2.00 s holds (on Test CPU)");
     assert_eq!(claim(&[seconds("ours", &[3.0])]), "claim c/e 3.00 s <= 2.00 s falls short");
+}
+
+#[test]
+fn the_records_of_every_machine_stand_in_one_section() {
+    let other = OtherReport { folder: "gpu".into(), records: vec![seconds("elsewhere", &[0.5, 0.5, 0.5])] };
+    let specs: Specs = toml::from_str(PART).unwrap();
+    let document = Document::new(&specs, &[seconds("ours", &[1.0])], &[], &[other]);
+    let section = &document.parts[0].sections[0];
+    assert_eq!(
+        (section.csv_file().as_str(), section.elsewhere[0].csv_file().as_str()),
+        ("e.csv", "gpu/e.csv")
+    );
+    let (_, page) = report::page::appendix(&document).remove(0);
+    for text in ["Less than asked", "A GPU", "Because.", "href=\"../gpu/e.csv\"", "href=\"#x-e\""] {
+        assert!(page.contains(text), "{text}");
+    }
 }
 
 #[test]
@@ -172,18 +175,8 @@ fn every_experiment_has_its_part_and_every_question_an_answer() {
     for part in &specs.parts {
         assert!(!part.rows.is_empty(), "{}", part.name);
         for row in &part.rows {
-            let answered = !row.answers.is_empty() || !row.says.trim().is_empty() || row.missing.is_some();
-            assert!(
-                answered,
-                "{}: \"{}\" has neither `answer` nor `says` nor `missing`",
-                part.name, row.asks
-            );
-            assert!(
-                row.own || row.missing.is_none() || row.short.is_some() || !row.answers.is_empty(),
-                "{}: \"{}\" is not measured; say on the page why, with `short`",
-                part.name,
-                row.asks
-            );
+            let answered = !row.sections.is_empty() || !row.says.trim().is_empty() || !row.code.is_empty();
+            assert!(answered, "{}: \"{}\" has neither `sections` nor `says` nor `code`", part.name, row.asks);
         }
     }
 }
@@ -199,8 +192,7 @@ fn findings(specs: &Specs) -> Vec<(String, Finding)> {
     let experiments = specs.experiments.iter().map(|e| (&e.name, &e.findings));
     let sections = experiments.chain(specs.comparisons.iter().map(|c| (&c.name, &c.findings)));
     let sections = sections.flat_map(|(name, all)| all.iter().map(move |f| (name.clone(), f.clone())));
-    let answers = specs.parts.iter().flat_map(|part| &part.rows).flat_map(|row| &row.answers);
-    sections.chain(answers.map(|answer| (answer.experiment.clone(), answer.finding.clone()))).collect()
+    sections.collect()
 }
 
 /// Records that a finding takes, where every value of `of` is `times` its baseline, with the given spread.
@@ -317,27 +309,16 @@ fn mistakes_in_parts() {
     expect_test::expect![
         "ROOT/a.toml:21: the part `p` is about the experiment `nope`, which no crate registers; known: `e`"
     ]
-    .assert_eq(&error(&|part| part.replace("sections = [\"e\"]", "sections = [\"nope\"]")));
-    expect_test::expect![
-        "ROOT/a.toml:26: the part `p` is about the experiment `nope`, which no crate registers; known: `e`"
-    ]
-    .assert_eq(&error(&|part| {
-        part.replacen(
-            "[[part.row.answer]]\n    experiment = \"e\"",
-            "[[part.row.answer]]\n    experiment = \"nope\"",
-            1,
+    .assert_eq(&error(&|part| part.replacen("sections = [\"e\"]", "sections = [\"nope\"]", 1)));
+    expect_test::expect!["ROOT/a.toml:25: the part `p` is about the experiment `nope`, which no crate registers; known: `e`"].assert_eq(&error(&|part| {
+        part.replace(
+            "asks = \"How fast?\"\n    sections = [\"e\"]",
+            "asks = \"How fast?\"\n    sections = [\"nope\"]",
         )
     }));
     expect_test::expect![
         "ROOT/a.toml:3: the section `e` is registered already, in ROOT/a.toml; rename one of the two"
     ]
-    .assert_eq(&error(&|part| part.replace("sections = [\"e\"]", "sections = [\"e\", \"e\"]")));
-    assert!(
-        error(&|part| part.replace("against = { method = \"theirs\" }\n", "")).contains("has no `against`")
-    );
+    .assert_eq(&error(&|part| part.replacen("sections = [\"e\"]", "sections = [\"e\", \"e\"]", 1)));
     assert!(error(&|part| part.replace("asks = \"Why?\"", "ask = \"Why?\"")).contains("unknown field `ask`"));
-    assert!(
-        error(&|part| part.replace("of = { method = \"ours\" }", "off = { method = \"ours\" }"))
-            .contains("off")
-    );
 }
