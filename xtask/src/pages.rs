@@ -225,8 +225,11 @@ impl Folder {
         for claim in &written.claims {
             println!("{claim}");
         }
-        for problem in &written.problems {
-            println!("not on the page: {problem}");
+        if let Some(first) = written.problems.first() {
+            println!(
+                "the page lacks {} figures or sentences without a record here, such as {first}",
+                written.problems.len()
+            );
         }
         println!("report: {}", written.page.display());
         Ok(())

@@ -1,8 +1,8 @@
 //! Turns records of measurements into CSV, Markdown, SVG and one HTML page.
 //!
 //! A program appends [`Record`]s to a file. Its registration ([`Specs`]) defines the tables, plots and findings to make of them, and
-//! the claims to check. [`site::write`] makes the report from both: one page of articles ([`front`]) and an appendix. Every figure in it is computed from records; none is typed by
-//! hand.
+//! the claims to check. [`site::write`] makes the report from both: one page of articles ([`front`]) and an appendix. Every figure in
+//! it is computed from records; none is typed by hand.
 //!
 //! ```
 //! use report::{Case, Environment, Metric, Record, Specs, claim, site};

@@ -112,8 +112,12 @@ pub fn fixed(value: f64, decimals: usize) -> String {
     if value.abs() >= 1e15 || decimals >= 9 {
         return format!("{value:.2e}");
     }
-    // Adding zero turns -0 into 0.
-    grouped(&format!("{:.decimals$}", value + 0.0))
+    let text = grouped(&format!("{value:.decimals$}"));
+    // What is rounded to zero has no sign.
+    match text.strip_prefix('-') {
+        Some(rest) if rest.chars().all(|c| matches!(c, '0' | '.')) => rest.to_owned(),
+        _ => text,
+    }
 }
 
 /// Returns a value and its limit in one multiple, the limit's, with the same number of decimals. Whole counts are written in
@@ -190,6 +194,7 @@ mod tests {
             (1.18e11, "FLOP/s", "118 GFLOP/s"),
             (0.97, "ratio", "0.970"),
             (-0.0, "ratio", "0.000"),
+            (-0.0004, "ratio", "0.000"),
             (40e9, "count", "40,000,000,000"),
             (143.93, "days", "144 days"),
             (1.0e-8, "", "1.00e-8"),

@@ -155,21 +155,30 @@ impl Builder<'_> {
             marks.iter().flat_map(|line| &line.points).map(|point| point.1).fold(0.0, f64::max)
         };
         let of_all = all.iter().map(|(_, marks)| largest(marks)).fold(0.0, f64::max);
-        let mut panels = Vec::new();
+        let (mut panels, mut symbols) = (Vec::new(), Vec::new());
         for (panel, mut marks) in all {
-            let unit = self.unit_of(figure, panel);
             let most = if figure.shared { of_all } else { largest(&marks) };
-            let multiple = unit::multiple(most, &unit);
+            let multiple = unit::multiple(most, &self.unit_of(figure, panel));
             for point in marks.iter_mut().flat_map(|line| &mut line.points) {
                 point.1 /= multiple.divisor;
             }
-            let title = unit::with_symbol(
-                &format!("{}{}", panel.title, if multiple.symbol.is_empty() { "" } else { "," }),
-                &multiple.symbol,
-            );
-            panels.push(Panel { title, marks });
+            panels.push(Panel { title: panel.title.clone(), marks });
+            symbols.push(multiple.symbol);
         }
-        let words = Words { title: &figure.caption, x: &figure.x_title, y: &figure.y_title };
+        // The unit stands at the axis where all panels have one, else in each panel's heading.
+        let with_unit = |text: &str, symbol: &str| match symbol {
+            "" => text.to_owned(),
+            symbol => format!("{text}, {symbol}"),
+        };
+        let mut y_title = figure.y_title.clone();
+        match symbols.iter().all(|symbol| *symbol == symbols[0]) && !y_title.is_empty() {
+            true => y_title = with_unit(&y_title, &symbols[0]),
+            false => panels
+                .iter_mut()
+                .zip(&symbols)
+                .for_each(|(panel, symbol)| panel.title = with_unit(&panel.title, symbol)),
+        }
+        let words = Words { title: &figure.caption, x: &figure.x_title, y: &y_title };
         let any = panels.iter().any(|panel| !panel.marks.is_empty());
         any.then(|| panels::lines(&words, &panels, figure.log_x, figure.shared))
     }

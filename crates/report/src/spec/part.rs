@@ -8,7 +8,7 @@ use super::view::file_name;
 #[derive(Clone, Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Part {
-    /// Its anchor, and its file `part-<name>.md`.
+    /// Its name, and its file `appendix/<name>.html`.
     #[serde(deserialize_with = "file_name")]
     pub name: String,
     /// Heading.

@@ -310,7 +310,10 @@ fn mistakes_in_parts() {
         "ROOT/a.toml:21: the part `p` is about the experiment `nope`, which no crate registers; known: `e`"
     ]
     .assert_eq(&error(&|part| part.replacen("sections = [\"e\"]", "sections = [\"nope\"]", 1)));
-    expect_test::expect!["ROOT/a.toml:25: the part `p` is about the experiment `nope`, which no crate registers; known: `e`"].assert_eq(&error(&|part| {
+    expect_test::expect![
+        "ROOT/a.toml:25: the part `p` is about the experiment `nope`, which no crate registers; known: `e`"
+    ]
+    .assert_eq(&error(&|part| {
         part.replace(
             "asks = \"How fast?\"\n    sections = [\"e\"]",
             "asks = \"How fast?\"\n    sections = [\"nope\"]",
