@@ -170,9 +170,10 @@ impl Builder<'_> {
             "" => text.to_owned(),
             symbol => format!("{text}, {symbol}"),
         };
+        let first = symbols.first().cloned().unwrap_or_default();
         let mut y_title = figure.y_title.clone();
-        match symbols.iter().all(|symbol| *symbol == symbols[0]) && !y_title.is_empty() {
-            true => y_title = with_unit(&y_title, &symbols[0]),
+        match symbols.iter().all(|symbol| *symbol == first) && !y_title.is_empty() {
+            true => y_title = with_unit(&y_title, &first),
             false => panels
                 .iter_mut()
                 .zip(&symbols)

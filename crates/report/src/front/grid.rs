@@ -122,7 +122,16 @@ fn cell(
     let peer = peer
         .filter(|_| row.peers.len() > 1 && column.quantity.as_deref() == Some("time"))
         .map(|peer| peer.label.clone());
-    Ok(Cell { estimate, is_ratio: with.against.is_some(), peer })
+    Ok(Cell {
+        estimate,
+        is_ratio: with.against.is_some() || with.metric.as_ref().is_some_and(|metric| is_relative(metric)),
+        peer,
+    })
+}
+
+/// Whether a metric is a ratio to a baseline, of which less is better: paired within its rounds by the program that measured it.
+fn is_relative(metric: &str) -> bool {
+    metric.contains("_vs_") || metric.ends_with("_ratio")
 }
 
 /// Whether more of the metric is better.
