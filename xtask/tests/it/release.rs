@@ -84,7 +84,7 @@ fn the_launcher_starts_the_program_with_the_torch_that_python_imports() {
     assert!(site.run(&[], None).contains("is of an unknown version; "));
     std::fs::remove_dir_all(site.0.path().join("torch")).unwrap();
 
-    // In another environment, of which the program's search path knows nothing.
+    // In another environment, to which the program's search path does not lead.
     site.torch("other/", "\"2.13.0\"");
     expect!["2 words: train a b; libraries: SITE/other/torch/lib"].assert_eq(&site.run(&["other"], None));
     expect!["2 words: train a b; libraries: SITE/other/torch/lib:/mine"]
@@ -161,8 +161,11 @@ fn installed(setup: &str, packed: &Path, work: &Path) -> Option<String> {
         torch = torch.parent().unwrap().display(),
     );
     // As root a namespace of mounts is enough; as another user it needs one of users.
-    let namespaces: &[&str] =
-        if is_root() { &["--mount"] } else { &["--user", "--map-root-user", "--mount"] };
+    let namespaces: &[&str] = if rustix::process::geteuid().is_root() {
+        &["--mount"]
+    } else {
+        &["--user", "--map-root-user", "--mount"]
+    };
     if !Command::new("unshare").args(namespaces).arg("true").status().is_ok_and(|status| status.success()) {
         return None;
     }
@@ -171,10 +174,6 @@ fn installed(setup: &str, packed: &Path, work: &Path) -> Option<String> {
     // As a newcomer's shell: no variable of this project or of cargo.
     command.env("PATH", "/usr/local/bin:/usr/bin:/bin").env("HOME", work);
     Some(String::from_utf8(succeed(&mut command).stdout).unwrap())
-}
-
-fn is_root() -> bool {
-    std::fs::metadata("/proc/self").is_ok_and(|file| std::os::unix::fs::MetadataExt::uid(&file) == 0)
 }
 
 #[test]

@@ -129,7 +129,7 @@ fn cell(
     })
 }
 
-/// Whether a metric is a ratio to a baseline, of which less is better: paired within its rounds by the program that measured it.
+/// Whether a metric is a ratio to a baseline where less is better, paired within its rounds by the program that measured it.
 fn is_relative(metric: &str) -> bool {
     metric.contains("_vs_") || metric.ends_with("_ratio")
 }

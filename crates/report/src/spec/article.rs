@@ -15,7 +15,7 @@ pub struct Front {
     pub about: String,
     /// How to read the figures, in Markdown; below the first table.
     pub reading: String,
-    /// The machines, each of which has a column.
+    /// The machines. Each has a column.
     #[serde(rename = "machine")]
     pub machines: Vec<Machine>,
     /// The names of all drawn things, each with one colour on the whole page.
@@ -130,7 +130,7 @@ pub struct Grid {
     pub heading: String,
     /// What all cells share.
     pub all: Measure,
-    /// The machines for each of which every column is repeated.
+    /// The machines. Every column is repeated for each.
     pub machines: Vec<String>,
     /// `[[….row]]`.
     #[serde(rename = "row")]
@@ -152,7 +152,7 @@ pub struct GridRow {
     pub all: Measure,
     /// Its metric for each quantity that a column names.
     pub metrics: BTreeMap<String, String>,
-    /// The peers, of which the fastest on a machine is the baseline there.
+    /// The peers. The fastest on a machine is the baseline there.
     pub peers: Vec<Peer>,
 }
 
