@@ -55,6 +55,11 @@ impl Entry {
     }
 }
 
+/// A digest in hexadecimal digits.
+pub(crate) fn hex(digest: &[u8]) -> String {
+    digest.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
 /// Adds the files in `folder` and below it, in `place` of the archive and in the order of their names; none if there is no such folder.
 pub(crate) fn walk(folder: &Path, place: &Path, entries: &mut Vec<Entry>) -> Result<()> {
     if !folder.is_dir() {

@@ -103,7 +103,7 @@ pub(crate) fn run(workspace: &Workspace, args: &Args) -> Result<()> {
     let mut sums = String::new();
     for name in &names {
         let bytes = std::fs::read(args.out.join(name))?;
-        let digest: String = Sha256::digest(&bytes).iter().map(|byte| format!("{byte:02x}")).collect();
+        let digest = archive::hex(&Sha256::digest(&bytes));
         sums += &format!("{digest}  {name}\n");
     }
     files::atomic_write::unsynced(&args.out.join("SHA256SUMS"), sums.as_bytes())?;

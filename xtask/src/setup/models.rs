@@ -14,6 +14,7 @@ use serde::Deserialize;
 use sha2::{Digest, Sha256};
 
 use super::{cache_folder, link};
+use crate::archive;
 use crate::python::Python;
 use crate::workspace::Workspace;
 
@@ -134,7 +135,7 @@ fn append(part: &Path, out: &mut File, digest: &mut Sha256) -> Result<()> {
 }
 
 fn check_digest(model: &Model, digest: &[u8]) -> Result<()> {
-    let digest: String = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+    let digest = archive::hex(digest);
     if digest != model.sha256 {
         bail!(
             "its SHA-256 digest is {digest} instead of {}: the packages hold another file now",
@@ -174,7 +175,7 @@ mod tests {
         let digest = digest.finalize();
         let error = check_digest(&model, &digest).unwrap_err().to_string();
         assert!(error.contains("hold another file"), "{error}");
-        model.sha256 = digest.iter().map(|byte| format!("{byte:02x}")).collect();
+        model.sha256 = archive::hex(&digest);
         check_digest(&model, &digest).unwrap();
     }
 }
