@@ -40,7 +40,7 @@ pub use scaled_dot_product::{ScaledDotProductOptions, scaled_dot_product, takes_
 use tch::{Device, Kind, Tensor};
 
 use crate::operands::has_dense_heads;
-use cpu::{NAME, Scores, Single, Tensors, compute_kind};
+use cpu::{NAME, Scores, Single, Span, Tensors, compute_kind};
 
 /// Returns whether [`causal_attention`] takes tensors of this device and dtype.
 pub fn takes(device: Device, kind: Kind) -> bool {
@@ -58,6 +58,9 @@ pub struct CausalOptions<'a> {
     pub cap: Option<f64>,
     /// The sink of each head, `[heads]` of any floating dtype, neither scaled nor capped; gets a gradient.
     pub sinks: Option<&'a Tensor>,
+    /// Where documents begin among the batch·tokens positions, and the end of the last one (`cu_seqlens`): a query attends to keys of its
+    /// document alone. A document is part of one row, and the documents cover all rows. `None` if each row is one.
+    pub documents: Option<&'a [i32]>,
 }
 
 /// Computes causal attention of q `[batch, heads, tokens, head]` over k and v `[batch, kv_heads, tokens, head]`, of one dtype, and returns the
@@ -67,8 +70,8 @@ pub struct CausalOptions<'a> {
 /// In a segment that keeps its products ([`retain`](runtime::autograd::retain)), the result and L are kept.
 ///
 /// # Errors
-/// Shapes that do not match; a device or dtype that it does not take ([`takes`]); a window below 1; a cap that is not positive. Without
-/// elements the result is empty.
+/// Shapes that do not match; a device or dtype that it does not take ([`takes`]); a window below 1; a cap that is not positive; documents
+/// that do not cover the rows, or cross one's end. Without elements the result is empty.
 ///
 /// ```
 /// use kernels::attention::{CausalOptions, causal_attention};
@@ -81,14 +84,8 @@ pub struct CausalOptions<'a> {
 /// # Ok::<(), runtime::Error>(())
 /// ```
 pub fn causal_attention(q: &Tensor, k: &Tensor, v: &Tensor, options: CausalOptions<'_>) -> Result<Tensor> {
-    let CausalOptions { scale, window, cap, sinks } = options;
-    check_options(window, cap)?;
-    let scale = match scale {
-        Some(scale) => scale,
-        None => 1.0 / (TensorLayout::of(q)?.size().last().copied().unwrap_or(1) as f64).sqrt(),
-    };
-    let scores = Scores { scale, window: window.map(|window| window as usize), cap };
-    apply(Causal { scores, joint: None }, [q, k, v], sinks)
+    let head = TensorLayout::of(q)?.size().last().copied().unwrap_or(1);
+    apply([q, k, v], (None, head), options)
 }
 
 /// Computes [`causal_attention`] of q `[batch, tokens, heads·head]` over k and v `[batch, tokens, kv_heads·head]`, as projections return
@@ -103,14 +100,25 @@ pub fn causal_attention_of_rows(
     head: i64,
     options: CausalOptions<'_>,
 ) -> Result<Tensor> {
-    let CausalOptions { scale, window, cap, sinks } = options;
+    apply([q, k, v], (Some(head), head), options)
+}
+
+fn apply(
+    [q, k, v]: [&Tensor; 3],
+    (joint, head): (Option<i64>, i64),
+    options: CausalOptions<'_>,
+) -> Result<Tensor> {
+    let CausalOptions { scale, window, cap, sinks, documents } = options;
     check_options(window, cap)?;
     let scale = scale.unwrap_or_else(|| 1.0 / (head as f64).sqrt());
     let scores = Scores { scale, window: window.map(|window| window as usize), cap };
-    apply(Causal { scores, joint: Some(head) }, [q, k, v], sinks)
-}
-
-fn apply(function: Causal, [q, k, v]: [&Tensor; 3], sinks: Option<&Tensor>) -> Result<Tensor> {
+    let [batch, _, tokens, _] =
+        cpu::dimensions(TensorLayout::of(q)?.size(), joint)?.map(|size| size as usize);
+    let spans = match documents {
+        None => Span::rows(batch, tokens),
+        Some(starts) => Span::documents(starts, batch, tokens)?,
+    };
+    let function = Causal { scores, joint, spans };
     let [y] = match sinks {
         Some(sinks) => autograd::apply(function, &[q, k, v, sinks])?,
         None => autograd::apply(function, &[q, k, v])?,
@@ -195,6 +203,8 @@ struct Causal {
     scores: Scores,
     /// The width of the heads, if the tensors are `[batch, tokens, heads·head]`.
     joint: Option<i64>,
+    /// Rows, or documents.
+    spans: Vec<Span>,
 }
 
 impl Causal {
@@ -204,6 +214,23 @@ impl Causal {
             None => heads_last(like),
             Some(_) => Ok(Tensor::f_empty(like.size(), (like.kind(), like.device()))?),
         }
+    }
+
+    /// Records the FLOPs of `products` products for each pair of a query and a key, of `width` numbers in all heads, and the bytes that are
+    /// read and written.
+    fn record(&self, name: &str, width: i64, products: u64, moved: &[&Tensor]) -> Result<()> {
+        if !is_counting() {
+            return Ok(());
+        }
+        let (mut all, mut visible) = (0, 0);
+        for tokens in self.spans.iter().map(|span| span.tokens as u64) {
+            let seen = self.scores.window.map_or(tokens, |window| tokens.min(window as u64));
+            all += tokens * seen;
+            visible += seen * (seen + 1) / 2 + (tokens - seen) * seen;
+        }
+        let flops = |pairs: u64| 2 * products * width.unsigned_abs() * pairs;
+        let bytes = moved.iter().map(|x| x.numel() * x.kind().elt_size_in_bytes()).sum::<usize>();
+        record_external(name, Flops { dense: flops(all), causal: flops(visible) }, bytes as u64)
     }
 }
 
@@ -228,10 +255,10 @@ impl Function for Causal {
                 let _scope = kernel(FORWARD, [q, k, v]);
                 let sinks = sinks.as_ref();
                 let tensors = Tensors { joint: self.joint, q, k, v, o: &o, log_sums: &log_sums, sinks };
-                cpu::forward(&tensors, self.scores)?;
+                cpu::forward(&tensors, self.scores, &self.spans)?;
             }
             let moved = [q, k, v, &o, &log_sums];
-            record(FORWARD, [batch, heads, tokens, head], (2, self.scores), &moved)?;
+            self.record(FORWARD, heads * head, 2, &moved)?;
             Ok(vec![o, log_sums])
         })?;
         let [o, log_sums] = <[Tensor; 2]>::try_from(results)
@@ -252,7 +279,6 @@ impl Function for Causal {
         let upstream = readable(&upstream)?;
         let upstream = &*upstream;
         let layouts = [TensorLayout::of(q)?, TensorLayout::of(k)?, TensorLayout::of(v)?];
-        let dimensions = cpu::dimensions(layouts[0].size(), self.joint)?;
         let [of_q, of_k, of_v] = &layouts;
         let gradients = [self.empty_like(of_q)?, self.empty_like(of_k)?, self.empty_like(of_v)?];
         let [q_gradient, k_gradient, v_gradient] = &gradients;
@@ -263,12 +289,13 @@ impl Function for Causal {
             let _scope = kernel(BACKWARD, [q, k, v]);
             let tensors = Tensors { joint: self.joint, q, k, v, o, log_sums, sinks: sinks.as_ref() };
             let gradients = [q_gradient, k_gradient, v_gradient];
-            cpu::backward(&tensors, upstream, gradients, of_sinks.as_ref(), self.scores)?;
+            cpu::backward(&tensors, upstream, gradients, of_sinks.as_ref(), self.scores, &self.spans)?;
         }
-        record(
+        let [_, heads, _, head] = cpu::dimensions(layouts[0].size(), self.joint)?;
+        self.record(
             BACKWARD,
-            dimensions,
-            (5, self.scores),
+            heads * head,
+            5,
             &[q, k, v, o, upstream, log_sums, q_gradient, k_gradient, v_gradient],
         )?;
         let of_sinks =
@@ -311,22 +338,4 @@ fn heads_last(like: &TensorLayout) -> Result<Tensor> {
     };
     let strides = [tokens * heads * head, head, heads * head, 1];
     Ok(Tensor::f_empty_strided([batch, heads, tokens, head], strides, (like.kind(), like.device()))?)
-}
-
-/// Records the FLOPs of `products` products for each pair of a query and a key, and the bytes that are read and written.
-fn record(
-    name: &str,
-    [batch, heads, tokens, head]: [i64; 4],
-    (products, scores): (u64, Scores),
-    moved: &[&Tensor],
-) -> Result<()> {
-    if !is_counting() {
-        return Ok(());
-    }
-    let pair_flops = |pairs: i64| 2 * products * (batch * heads * head * pairs).unsigned_abs();
-    let seen = scores.window.map_or(tokens, |window| tokens.min(window as i64));
-    let visible = seen * (seen + 1) / 2 + (tokens - seen) * seen;
-    let flops = Flops { dense: pair_flops(tokens * seen), causal: pair_flops(visible) };
-    let bytes = moved.iter().map(|x| x.numel() * x.kind().elt_size_in_bytes()).sum::<usize>();
-    record_external(name, flops, bytes as u64)
 }

@@ -15,13 +15,13 @@
 //!
 //! | device | dtype | rows of one document | packed documents |
 //! |---|---|---|---|
-//! | CPU | any | flash (Dao, arXiv:2307.08691), [this project's](kernels::attention) | the same, one call per document |
+//! | CPU | any | flash (Dao, arXiv:2307.08691), [this project's](kernels::attention) | the same |
 //! | CUDA | bf16, fp16 | the fastest of cuDNN's, flash and memory-efficient, [measured](kernels::attention::backend) | flash, variable length |
 //! | CUDA | fp32 | memory-efficient (Rabe & Staats, arXiv:2112.05682) | the same, variable length |
 //! | any | f64 on CUDA; any on the CPU with dropout | libtorch's `math` kernel: all pairs | on the CPU one call per document |
 //!
-//! The CPU has no variable-length kernel. There each document is a view of the packed row, so the work is Σ lengthᵢ² instead of
-//! (Σ lengthᵢ)², and no mask exists. (With a boolean mask libtorch's flash kernel would compute all pairs.)
+//! No kernel computes pairs of two documents, so the work is Σ lengthᵢ² instead of (Σ lengthᵢ)², and no mask exists. libtorch's kernels for the
+//! CPU know no documents: each is a view of the packed row there. (With a boolean mask its flash kernel would compute all pairs.)
 //!
 //! # Grouped queries
 //!
@@ -65,6 +65,7 @@ pub(crate) use cached::cached_attention;
 pub use decoder::AttentionPath;
 pub use documents::Documents;
 use explicit::{additive_mask, explicit, visible};
+use windowed::by_kernel;
 pub(crate) use windowed::{attention_of_rows, has_kernel, over_window};
 
 use crate::error::{Error, Result, wrong_shape};
@@ -184,6 +185,9 @@ pub(crate) fn attend(
             packed_on_cuda(q, k, v, documents, options)
         }
         (AttentionPath::Fused, Some(documents)) if documents.are_on_host() => {
+            if has_kernel(&of_q, options) {
+                return heads_first(q, k, v, |q, k, v| by_kernel(q, k, v, options, Some(documents)));
+            }
             per_document(q, k, v, documents, options)
         }
         (AttentionPath::Fused, Some(_)) => {
@@ -239,6 +243,7 @@ fn heads_first(
     Ok(attend(&q, &k, &v)?.f_transpose(1, 2)?)
 }
 
+/// Attention over packed rows, document by document: each is a view.
 fn per_document(
     q: &Tensor,
     k: &Tensor,

@@ -11,27 +11,21 @@ use crate::{Error, decoder_flops};
 const ATTEMPTS: usize = 6;
 
 impl Job {
-    /// The plans that a layer may have. Elementwise recomputation depends on the kernel of attention, which is known for full rows on a
-    /// CPU. There a copy in host memory saves nothing. A layer that ranks divide keeps everything, or its input.
+    /// The plans that a layer may have. Elementwise recomputation depends on the kernel of attention, which is known on a CPU. There a copy in
+    /// host memory saves nothing. A layer that ranks divide keeps everything, or its input.
     pub(super) fn kept_options(&self) -> &'static [LayerPlan] {
         if self.divides_layers() {
             return &[LayerPlan::KeepAll, LayerPlan::RecomputeAll];
         }
-        match (self.on_cpu, self.choices.documents) {
-            (true, false) => &[
+        match self.on_cpu {
+            true => &[
                 LayerPlan::KeepAll,
                 LayerPlan::RecomputeElementwise,
                 LayerPlan::RecomputeMlp,
                 LayerPlan::RecomputeAttention,
                 LayerPlan::RecomputeAll,
             ],
-            (true, true) => &[
-                LayerPlan::KeepAll,
-                LayerPlan::RecomputeMlp,
-                LayerPlan::RecomputeAttention,
-                LayerPlan::RecomputeAll,
-            ],
-            (false, _) => &[
+            false => &[
                 LayerPlan::KeepAll,
                 LayerPlan::RecomputeMlp,
                 LayerPlan::RecomputeAttention,

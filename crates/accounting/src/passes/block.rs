@@ -97,7 +97,7 @@ pub(crate) struct BlockOptions<'a> {
     pub(crate) trained: Trained<'a>,
     /// Whether the gradients of trained tensors are counted as they arrive, and stay; otherwise they are the caller's.
     pub(crate) gradients: bool,
-    /// Whether rows are packed: attention runs document by document, and its results are concatenated.
+    /// Whether rows hold several documents: linear attention has a mask of its convolution.
     pub(crate) documents: bool,
     /// Ranks that divide each row; `tokens` are those of one rank's part then.
     pub(crate) sequence_ranks: u64,

@@ -30,10 +30,58 @@ pub(crate) use single::{Single, single};
 
 pub(crate) const NAME: &str = "causal attention";
 
-/// Addresses and sizes of a pass.
+/// Positions of a row whose queries see each other's keys: a whole row, or a document of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Span {
+    pub(crate) row: usize,
+    /// Its first position in the row.
+    pub(crate) first: usize,
+    pub(crate) tokens: usize,
+}
+
+impl Span {
+    /// Whole rows.
+    pub(crate) fn rows(batch: usize, tokens: usize) -> Vec<Self> {
+        (0..batch).map(|row| Self { row, first: 0, tokens }).collect()
+    }
+
+    /// Documents that begin at `starts` among `batch` rows of `tokens` positions, and end where the next one begins; the last of `starts` is
+    /// the end. Those without a position are left out.
+    ///
+    /// # Errors
+    /// Starts that fall; documents that do not cover all positions, or cross a row's end.
+    pub(crate) fn documents(starts: &[i32], batch: usize, tokens: usize) -> Result<Vec<Self>> {
+        let refuse = |reason: String| Err(Error::invalid(NAME, reason));
+        let covered = |end: &i32| usize::try_from(*end).is_ok_and(|end| end == batch * tokens);
+        if starts.first() != Some(&0) || !starts.last().is_some_and(covered) {
+            return refuse(format!(
+                "documents that do not cover {batch} rows of {tokens} positions; expected starts from 0 to {}",
+                batch * tokens
+            ));
+        }
+        let mut spans = Vec::with_capacity(starts.len() - 1);
+        for pair in starts.windows(2) {
+            let (begin, end) = (pair[0] as usize, pair[1] as usize);
+            if pair[1] < pair[0] || (begin < end && begin / tokens != (end - 1) / tokens) {
+                return refuse(format!(
+                    "a document from {} to {} in rows of {tokens} positions",
+                    pair[0], pair[1]
+                ));
+            }
+            if begin < end {
+                spans.push(Self { row: begin / tokens, first: begin % tokens, tokens: end - begin });
+            }
+        }
+        Ok(spans)
+    }
+}
+
+/// Addresses and sizes of a pass over some positions of each row.
 #[derive(Clone, Copy)]
 struct Pass {
     tokens: usize,
+    /// Positions of a row.
+    row: usize,
     head: usize,
     /// Query heads of a head of keys.
     group: usize,
@@ -47,13 +95,27 @@ struct Pass {
     k: Heads,
     v: Heads,
     o: Heads,
-    /// `[batch, heads, tokens]` of the compute type, contiguous.
+    /// `[batch, heads, row]` of the compute type, contiguous.
     log_sums: usize,
     /// `[heads]` of the compute type.
     sinks: Option<usize>,
 }
 
 impl Pass {
+    /// The pass over a span alone.
+    fn of<X: Element>(&self, span: Span) -> Self {
+        let from = |heads: Heads| heads.from_token::<X>(span.first);
+        Self {
+            tokens: span.tokens,
+            q: from(self.q),
+            k: from(self.k),
+            v: from(self.v),
+            o: from(self.o),
+            log_sums: self.log_sums + span.first * size_of::<X::Compute>(),
+            ..*self
+        }
+    }
+
     /// Returns the first key of the first block that a query sees.
     fn first_key(&self, query: usize) -> usize {
         (query + 1).saturating_sub(self.window) / BLOCK * BLOCK
@@ -78,7 +140,7 @@ impl Pass {
     /// # Safety
     /// The tensor is of this type, and nothing else uses these elements meanwhile, or nothing writes them.
     unsafe fn log_sums<'a, R>(&self, batch: usize, head: usize, first: usize, count: usize) -> &'a mut [R] {
-        let at = (batch * self.heads + head) * self.tokens + first;
+        let at = (batch * self.heads + head) * self.row + first;
         // SAFETY: by this function's contract.
         unsafe { std::slice::from_raw_parts_mut((self.log_sums as *mut R).add(at), count) }
     }
@@ -117,13 +179,13 @@ pub(crate) fn compute_kind(kind: Kind) -> Option<Kind> {
     }
 }
 
-/// Computes `o` and `log_sums`, which are new: nothing else has seen them.
+/// Computes `o` and `log_sums` within each of `spans`, which cover all positions; both are new: nothing else has seen them.
 ///
 /// # Errors
 /// Shapes, dtypes or strides that do not fit.
-pub(crate) fn forward(tensors: &Tensors<'_>, scores: Scores) -> Result<()> {
+pub(crate) fn forward(tensors: &Tensors<'_>, scores: Scores, spans: &[Span]) -> Result<()> {
     let mut operands = Operands::new(NAME, Device::Cpu);
-    let Checked { pass, batch, kind, is_empty, .. } = check(&mut operands, tensors, scores, Access::Write)?;
+    let Checked { pass, kind, is_empty, .. } = check(&mut operands, tensors, scores, spans, Access::Write)?;
     operands.check()?;
     if is_empty {
         return Ok(());
@@ -134,27 +196,35 @@ pub(crate) fn forward(tensors: &Tensors<'_>, scores: Scores) -> Result<()> {
         Kind::Half => forward_of::<f16>,
         _ => forward_of::<f32>,
     };
-    run(&pass, batch)
+    run(&pass, spans)
 }
 
-fn forward_of<X: Element>(pass: &Pass, batch: usize) -> Result<()> {
-    let blocks = pass.tokens.div_ceil(BLOCK);
-    let units = batch * pass.heads * blocks;
-    workers(units, |_, next| {
+fn forward_of<X: Element>(pass: &Pass, spans: &[Span]) -> Result<()> {
+    let blocks = blocks_of(spans);
+    workers(blocks.len() * pass.heads, |_, next| {
         let mut scratch = forward::scratch::<X>(pass.head);
         while let Some(unit) = next() {
-            // The longest come first, so that no worker begins one when the others are done.
-            let (block, unit) = (blocks - 1 - unit / (batch * pass.heads), unit % (batch * pass.heads));
+            let (span, first) = blocks[unit / pass.heads];
             simd::arch().dispatch(forward::Block::<X> {
-                pass,
-                batch: unit / pass.heads,
+                pass: &pass.of::<X>(span),
+                batch: span.row,
                 head: unit % pass.heads,
-                first: block * BLOCK,
+                first,
                 scratch: &mut scratch,
                 element: PhantomData,
             });
         }
     })
+}
+
+/// The blocks of queries of all spans, each with its first query. Those that see most keys come first, so that no worker begins one when
+/// the others are done.
+fn blocks_of(spans: &[Span]) -> Vec<(Span, usize)> {
+    let of_span =
+        |span: &Span| (0..span.tokens).step_by(BLOCK).map(|first| (*span, first)).collect::<Vec<_>>();
+    let mut blocks: Vec<_> = spans.iter().flat_map(of_span).collect();
+    blocks.sort_by_key(|(_, first)| std::cmp::Reverse(*first));
+    blocks
 }
 
 /// Computes the gradients `[q, k, v]`, new tensors of the shapes of q, k and v, from that of the output, and that of the sinks, a new tensor
@@ -168,10 +238,11 @@ pub(crate) fn backward(
     gradients: [&Tensor; 3],
     of_sinks: Option<&Tensor>,
     scores: Scores,
+    spans: &[Span],
 ) -> Result<()> {
     let mut operands = Operands::new(NAME, Device::Cpu);
     let Checked { pass, batch, kv_heads, kind, is_empty } =
-        check(&mut operands, tensors, scores, Access::Read)?;
+        check(&mut operands, tensors, scores, spans, Access::Read)?;
     let [batches, heads, tokens, head] = [batch, pass.heads, pass.tokens, pass.head].map(|size| size as i64);
     let mut add = |access, name, tensor: &Tensor, heads: i64| {
         let size = shape(tensors.joint, [batches, heads, tokens, head]);
@@ -203,7 +274,7 @@ pub(crate) fn backward(
         Kind::Half => backward_of::<f16>,
         _ => backward_of::<f32>,
     };
-    run(&pass, heads_of_gradients, batch)?;
+    run(&pass, heads_of_gradients, spans)?;
     let Some(at) = sinks_at else { return Ok(()) };
     let run = match kind {
         Kind::Double => sink::gradient::<f64>,
@@ -214,8 +285,11 @@ pub(crate) fn backward(
     run(&pass, heads_of_gradients.o, batch, at)
 }
 
-fn backward_of<X: Element>(pass: &Pass, gradients: Gradients, batch: usize) -> Result<()> {
-    let worker_sums = backward::sums::<X>(pass.tokens, pass.head);
+fn backward_of<X: Element>(pass: &Pass, gradients: Gradients, spans: &[Span]) -> Result<()> {
+    let mut spans = spans.to_vec();
+    spans.sort_by_key(|span| std::cmp::Reverse(span.tokens));
+    let longest = spans.first().map_or(0, |span| span.tokens);
+    let worker_sums = backward::sums::<X>(longest, pass.head);
     let workers_at_most = threads();
     // Of the allocator that counts, because it grows with the rows.
     let elements = (worker_sums * workers_at_most) as i64;
@@ -223,18 +297,16 @@ fn backward_of<X: Element>(pass: &Pass, gradients: Gradients, batch: usize) -> R
         (elements > 0).then(|| Tensor::f_empty([elements], (X::Compute::KIND, Device::Cpu))).transpose()?;
     let sums_at = sums.as_ref().map_or(0, |sums| sums.data_ptr() as usize);
     let kv_heads = pass.heads / pass.group;
-    let blocks = pass.tokens.div_ceil(BLOCK);
     let run =
-        |units: usize,
-         unit_work: &(dyn Fn(usize) -> (usize, usize, std::ops::Range<usize>, Parts) + Sync)| {
+        |units: usize, unit_work: &(dyn Fn(usize) -> (Span, usize, std::ops::Range<usize>, Parts) + Sync)| {
             workers(units, |worker, next| {
                 let mut scratch = backward::scratch::<X>(pass.head);
                 while let Some(unit) = next() {
-                    let (batch, head, keys, parts) = unit_work(unit);
+                    let (span, head, keys, parts) = unit_work(unit);
                     simd::arch().dispatch(Keys::<X> {
-                        pass,
-                        gradients,
-                        batch,
+                        pass: &pass.of::<X>(span),
+                        gradients: gradients.from_token::<X>(span.first),
+                        batch: span.row,
                         head,
                         keys,
                         parts,
@@ -245,24 +317,42 @@ fn backward_of<X: Element>(pass: &Pass, gradients: Gradients, batch: usize) -> R
                 }
             })
         };
-    // Blocks as units take seven products where heads take five.
-    let units = batch * kv_heads;
-    let idle = units.next_multiple_of(workers_at_most) - units;
-    if 5 * (units + idle) <= 7 * units {
-        return run(batch * kv_heads, &|unit| (unit / kv_heads, unit % kv_heads, 0..pass.tokens, Parts::All));
+    // Blocks as units take seven products where heads of spans take five.
+    let [pairs, slowest] = pairs_of_workers(&spans, kv_heads, workers_at_most);
+    if 5 * slowest * workers_at_most as u128 <= 7 * pairs {
+        return run(spans.len() * kv_heads, &|unit| {
+            let span = spans[unit / kv_heads];
+            (span, unit % kv_heads, 0..span.tokens, Parts::All)
+        });
     }
     // More units, which compute the scores twice; the sums are the same.
-    run(batch * pass.heads * blocks, &|unit| {
-        let (block, unit) = (blocks - 1 - unit / (batch * pass.heads), unit % (batch * pass.heads));
-        let (batch, head) = (unit / pass.heads, unit % pass.heads);
-        let parts = Parts::Queries { head, first: block * BLOCK };
-        (batch, head / pass.group, 0..pass.tokens, parts)
+    let mut blocks = blocks_of(&spans);
+    run(blocks.len() * pass.heads, &|unit| {
+        let ((span, first), head) = (blocks[unit / pass.heads], unit % pass.heads);
+        (span, head / pass.group, 0..span.tokens, Parts::Queries { head, first })
     })?;
-    run(batch * kv_heads * blocks, &|unit| {
-        let (block, unit) = (unit / (batch * kv_heads), unit % (batch * kv_heads));
-        let keys = block * BLOCK..((block + 1) * BLOCK).min(pass.tokens);
-        (unit / kv_heads, unit % kv_heads, keys, Parts::KeysAndValues)
+    // The first keys are seen by the most queries.
+    blocks.sort_by_key(|(span, first)| std::cmp::Reverse(span.tokens - first));
+    run(blocks.len() * kv_heads, &|unit| {
+        let (span, first) = blocks[unit / kv_heads];
+        (span, unit % kv_heads, first..(first + BLOCK).min(span.tokens), Parts::KeysAndValues)
     })
+}
+
+/// The pairs of queries and keys of all heads of keys of spans, by falling length, and those of the worker that has most of them if each takes
+/// the next head of a span when it is done.
+fn pairs_of_workers(spans: &[Span], kv_heads: usize, workers: usize) -> [u128; 2] {
+    let (mut all, mut loads) = (0, vec![0u128; workers.max(1)]);
+    for span in spans {
+        let pairs = (span.tokens as u128).pow(2);
+        for _ in 0..kv_heads {
+            all += pairs;
+            if let Some(least) = loads.iter_mut().min() {
+                *least += pairs;
+            }
+        }
+    }
+    [all, loads.into_iter().max().unwrap_or(0)]
 }
 
 fn threads() -> usize {
@@ -312,8 +402,14 @@ struct Checked {
     is_empty: bool,
 }
 
-/// Checks the tensors of a pass, and gives its addresses and sizes. The results are written in a forward.
-fn check(operands: &mut Operands, tensors: &Tensors<'_>, scores: Scores, results: Access) -> Result<Checked> {
+/// Checks the tensors of a pass over `spans`, and gives the addresses and sizes of whole rows. The results are written in a forward.
+fn check(
+    operands: &mut Operands,
+    tensors: &Tensors<'_>,
+    scores: Scores,
+    spans: &[Span],
+    results: Access,
+) -> Result<Checked> {
     let &Tensors { joint, q, k, v, o, log_sums, sinks } = tensors;
     let (of_q, of_k) = (TensorLayout::of(q)?, TensorLayout::of(k)?);
     let (kind, size) = (of_q.kind(), of_q.size());
@@ -331,8 +427,15 @@ fn check(operands: &mut Operands, tensors: &Tensors<'_>, scores: Scores, results
         return Err(Error::invalid(NAME, reason));
     };
     let size_of_keys = shape(joint, [batch, kv_heads, tokens, head]);
+    let covered: usize = spans.iter().map(|span| span.tokens).sum();
+    let inside = |span: &Span| span.row < batch as usize && span.first + span.tokens <= tokens as usize;
+    if !spans.iter().all(inside) || covered != (batch * tokens) as usize {
+        let reason = format!("documents of {covered} positions over {batch} rows of {tokens}");
+        return Err(Error::invalid(NAME, reason));
+    }
     let pass = Pass {
         tokens: tokens as usize,
+        row: tokens as usize,
         head: head as usize,
         group: (heads / kv_heads.max(1)) as usize,
         heads: heads as usize,

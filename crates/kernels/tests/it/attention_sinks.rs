@@ -8,7 +8,8 @@ use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
 const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
-const PLAIN: CausalOptions<'static> = CausalOptions { scale: None, window: None, cap: None, sinks: None };
+const PLAIN: CausalOptions<'static> =
+    CausalOptions { scale: None, window: None, cap: None, sinks: None, documents: None };
 
 /// q, k, v, sinks and the upstream gradient; one head's sink is far above its scores, and one far below.
 fn inputs([batch, tokens, heads, kv_heads, head]: [i64; 5], kind: Kind, seed: u64) -> [Tensor; 5] {

@@ -12,7 +12,7 @@ use runtime::random::Generator;
 use tch::{Device, Kind, Tensor};
 
 /// Tests that set the number of threads, one at a time.
-static THREADS: Mutex<()> = Mutex::new(());
+pub(crate) static THREADS: Mutex<()> = Mutex::new(());
 
 const F64: (Kind, Device) = (Kind::Double, Device::Cpu);
 
@@ -58,7 +58,8 @@ fn error(found: &Tensor, expected: &Tensor) -> f64 {
     difference / expected.abs().max().double_value(&[])
 }
 
-const PLAIN: CausalOptions<'static> = CausalOptions { scale: None, window: None, cap: None, sinks: None };
+const PLAIN: CausalOptions<'static> =
+    CausalOptions { scale: None, window: None, cap: None, sinks: None, documents: None };
 
 /// Scales, windows within a block, of a block and over several, caps that change all scores and few.
 const OPTIONS: [CausalOptions<'static>; 8] = [

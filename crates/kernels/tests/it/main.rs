@@ -1,6 +1,7 @@
 //! The tests of `kernels` that need only its public interface: one binary, a module per behaviour.
 
 mod adam;
+mod attention_documents;
 mod attention_sinks;
 mod autograd_captured;
 mod autograd_retain;

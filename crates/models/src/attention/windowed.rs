@@ -8,7 +8,7 @@ use runtime::tensor_layout::TensorLayout;
 use tch::Tensor;
 
 use super::explicit::{band, of_heads};
-use super::{AttentionConfig, check_sizes};
+use super::{AttentionConfig, Documents, check_sizes, effective};
 use crate::error::Result;
 
 /// Bounds of the queries per chunk: with fewer the products are too small, with more they multiply many keys outside the window.
@@ -25,8 +25,7 @@ pub(crate) fn over_window(
     let of_q = TensorLayout::of(q)?;
     let sequence = of_q.size()[2];
     if has_kernel(&of_q, options) {
-        let &AttentionConfig { scale, window, softcap: cap, sinks, .. } = options;
-        return fused::causal_attention(q, k, v, CausalOptions { scale, window, cap, sinks });
+        return by_kernel(q, k, v, options, None);
     }
     let Some(window) = options.window.filter(|&window| window < sequence) else {
         return attend(q, k, v, None, options);
@@ -55,6 +54,22 @@ pub(crate) fn over_window(
     Ok(Tensor::f_cat(&parts, 2)?)
 }
 
+/// Returns [`over_window`] by the kernel of [`has_kernel`], within each of the documents, if there are any.
+pub(super) fn by_kernel(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    options: &AttentionConfig<'_>,
+    documents: Option<&Documents>,
+) -> runtime::Result<Tensor> {
+    fused::causal_attention(q, k, v, of_kernel(options, documents))
+}
+
+fn of_kernel<'a>(options: &AttentionConfig<'a>, documents: Option<&'a Documents>) -> CausalOptions<'a> {
+    let &AttentionConfig { scale, window, softcap: cap, sinks, .. } = options;
+    CausalOptions { scale, window, cap, sinks, documents: documents.map(Documents::starts) }
+}
+
 /// Returns [`attention`](super::attention) of q `[b, t, heads·head]` over k and v `[b, t, kv_heads·head]` by the kernel of [`has_kernel`].
 ///
 /// # Errors
@@ -63,7 +78,7 @@ pub(crate) fn attention_of_rows(
     q: &Tensor,
     k: &Tensor,
     v: &Tensor,
-    head: i64,
+    (head, documents): (i64, Option<&Documents>),
     options: &AttentionConfig<'_>,
 ) -> Result<Tensor> {
     let layouts = [TensorLayout::of(q)?, TensorLayout::of(k)?, TensorLayout::of(v)?];
@@ -73,9 +88,7 @@ pub(crate) fn attention_of_rows(
     };
     let sizes = layouts.each_ref().map(by_heads);
     let [_, sequence, ..] = check_sizes(sizes.each_ref().map(Vec::as_slice), options)?;
-    let &AttentionConfig { scale, softcap: cap, sinks, .. } = options;
-    let window = options.window.filter(|&window| window < sequence);
-    let options = CausalOptions { scale, window, cap, sinks };
+    let options = of_kernel(&effective(options, sequence, documents), documents);
     precision::attend(q, k, v, &|q, k, v| fused::causal_attention_of_rows(q, k, v, head, options))
 }
 

@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::rotary::Rotary;
 use super::{DecoderConfig, norm};
-use crate::attention::{AttentionConfig, AttentionPath, attention, attention_of_rows, has_kernel};
+use crate::attention::{AttentionConfig, AttentionPath, Documents, attention, attention_of_rows, has_kernel};
 use crate::error::{Error, Result, wrong_shape};
 use crate::init::Init;
 use crate::linear::{Linear, dense_kind, project_all};
@@ -124,14 +124,14 @@ impl SelfAttention {
         }
     }
 
-    /// Returns whether queries, keys and values stay as the projections return them, so that the graph has no view of each: for rows of one
-    /// document each, by the kernel that reads heads in any layout.
+    /// Returns whether queries, keys and values stay as the projections return them, so that the graph has no view of each: by the kernel
+    /// that reads heads in any layout.
     fn takes_rows(&self, q: &TensorLayout, context: &Context<'_>) -> bool {
         let by_head = matches!(&self.norms, Some((_, false)));
         let whole_heads = self.rope.as_ref().is_none_or(Rotary::turns_whole_heads);
         let options = self.options_for(context);
         let fused = options.path == AttentionPath::Fused && has_kernel(q, &options);
-        let whole_rows = context.documents.is_none() && context.sequence.is_none();
+        let whole_rows = context.documents.is_none_or(Documents::are_on_host) && context.sequence.is_none();
         context.extension.is_none() && whole_rows && !by_head && whole_heads && fused
     }
 
@@ -173,7 +173,7 @@ impl Attention for SelfAttention {
                 Some(rope) => rope.rotate((q, k), context)?,
                 None => (q, k),
             };
-            let attended = attention_of_rows(&q, &k, &v, self.head, &options)?;
+            let attended = attention_of_rows(&q, &k, &v, (self.head, context.documents), &options)?;
             return output(attended);
         }
         // [b, t, heads·head] to [b, t, heads, head]; the projection's width decides the number of heads.

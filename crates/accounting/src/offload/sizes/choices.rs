@@ -29,7 +29,7 @@ pub struct Choices {
     pub logits: Logits,
     /// Bytes that the device's libraries keep for matrix products; 0 on a CPU.
     pub product_workspaces: u64,
-    /// Whether rows are packed: attention runs document by document.
+    /// Whether rows hold several documents.
     pub documents: bool,
     /// Ranks that divide each row ([`sequence_parallel`](crate::sequence_parallel)): memory and time are those of one rank's part, without what
     /// is sent. 1 for whole rows.

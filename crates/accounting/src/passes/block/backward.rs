@@ -106,7 +106,6 @@ impl Block {
             self.exchange_output_back(tracker);
             tracker.make(self.query + 2 * self.attended_keys());
             tracker.touch(self.flash_workspace);
-            drop_if(tracker, self.exchange.is_none() && self.keeps_both_outputs(&recorded), self.query);
             // The output's gradient, and the tensors that attention kept, its output among them.
             tracker.free(self.query);
             tracker.free(2 * self.query + 2 * self.attended_keys() + self.log_sum_exp);

@@ -61,28 +61,18 @@ impl Block {
         tracker.free(self.rotated.unwrap_or(0));
         release(tracker, recorded.attention && self.query_key_norms.is_some(), self.query + self.key);
         if self.mixed_in_fp32 {
-            // Operands in fp32, the result, its documents together, the same rounded.
+            // Operands in fp32, the result, the same rounded.
             let attended = 2 * (self.attended_query + self.attended_key) + self.log_sum_exp;
-            tracker.make(attended);
-            let joined = if self.documents { self.attended_query } else { 0 };
-            tracker.make(joined + self.query);
-            tracker.free(joined);
+            tracker.make(attended + self.query);
             release(tracker, recorded.attention, attended);
         } else {
             self.exchange_heads(tracker);
             tracker.make(self.query + self.log_sum_exp);
             release(tracker, recorded.attention, self.log_sum_exp);
-            if self.documents {
-                tracker.make(self.query);
-                if !(record && self.keeps_both_outputs(&recorded)) {
-                    tracker.free(self.query);
-                }
-            }
         }
         if self.exchange.is_some() {
-            // Of several documents, the output that is kept is that of each.
             release(tracker, recorded.attention, self.query + 2 * self.attended_keys());
-            self.exchange_output(tracker, record && recorded.attention && !self.documents);
+            self.exchange_output(tracker, record && recorded.attention);
         }
         if self.is_gated {
             // The gate's sigmoid, and the product.

@@ -92,7 +92,6 @@ impl Block {
         } else {
             keep(recorded.attention || self.learns(&[Output]), "attention output", self.query);
         }
-        keep(self.keeps_both_outputs(recorded), "attention output of each document", self.query);
         items
     }
 
@@ -125,13 +124,6 @@ impl Block {
             return 0;
         }
         which.iter().filter(|one| self.learns(&[**one])).count() as u64 * self.operand
-    }
-
-    /// Whether the results of attention are kept before and after they are concatenated: before for its backward, after for that of
-    /// the output's projection.
-    pub(super) fn keeps_both_outputs(&self, recorded: &Recorded) -> bool {
-        let is_read = self.is_gated || self.learns(&[Projection::Output]);
-        self.documents && !self.mixed_in_fp32 && recorded.attention && (is_read || self.exchange.is_some())
     }
 
     pub(super) fn keeps_first_output(&self, recorded: &Recorded) -> bool {

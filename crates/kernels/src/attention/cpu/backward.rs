@@ -20,6 +20,15 @@ pub(super) struct Gradients {
     pub(super) v: Heads,
 }
 
+impl Gradients {
+    /// The same from a token of each row on.
+    pub(super) fn from_token<X>(self, token: usize) -> Self {
+        let Self { o, q, k, v } = self;
+        let [o, q, k, v] = [o, q, k, v].map(|heads| heads.from_token::<X>(token));
+        Self { o, q, k, v }
+    }
+}
+
 /// Returns the number of elements of scratch memory that a worker needs.
 pub(super) fn scratch<X: Element>(head: usize) -> Scratch<X::Compute> {
     let padded = head.next_multiple_of(LANES);

@@ -52,6 +52,11 @@ impl Heads {
         (self.at as *mut X).wrapping_add(batch * batch_stride + head * head_stride + token * token_stride)
     }
 
+    /// The same tensor from a token of each row on.
+    pub(super) fn from_token<X>(self, token: usize) -> Self {
+        Self { at: self.row::<X>(0, 0, token) as usize, ..self }
+    }
+
     pub(super) fn row_stride(self) -> usize {
         self.strides[2]
     }
