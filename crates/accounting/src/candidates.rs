@@ -32,7 +32,7 @@
 //! use accounting::presets;
 //!
 //! let rates = Rates { load: 25e9, store: 25e9, host_optimizer: 2e9, device_optimizer: 35e9 };
-//! let batch = Batch { work: Workload { batch: 4, sequence: 1024 }, labelled: None };
+//! let batch = Batch::new(Workload { batch: 4, sequence: 1024 }, None);
 //! let adapters = Some(LowRank::default());
 //! let job = Job::new(presets::find("qwen2.5-0.5b")?, adapters, Choices::default(), batch, rates);
 //! let result = job.search(&Allowed::default(), AvailableMemory { device: 4 << 30, host: None })?;
@@ -67,10 +67,19 @@ use crate::offload::{simulate, sizes};
 /// A batch of the data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Batch {
-    /// Rows, and positions of each, padding included.
+    /// Rows, and positions of each, padding included; of rows without padding their mean, rounded up.
     pub work: Workload,
     /// Positions with a label; `None` for all.
     pub labelled: Option<u64>,
+    /// Positions of the longest row, of rows without padding: a part of a batch may have the longest ones.
+    pub longest: Option<u64>,
+}
+
+impl Batch {
+    /// A batch of rows of one length.
+    pub fn new(work: Workload, labelled: Option<u64>) -> Self {
+        Self { work, labelled, longest: None }
+    }
 }
 
 /// The step of a training, and the rates of its machine.

@@ -76,7 +76,7 @@ pub fn largest_model(job: &Job, allowed: &Allowed, budget: AvailableMemory) -> R
 const MOST_LAYERS: u64 = 512;
 
 fn with_work(job: &Job, work: Workload) -> Job {
-    let batch = Batch { work, labelled: None };
+    let batch = Batch::new(work, None);
     Job { largest: vec![batch], mean: batch, ..job.clone() }
 }
 

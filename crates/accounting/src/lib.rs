@@ -13,7 +13,7 @@
 //! assert_eq!(model.parameters()?, 494_032_768);
 //!
 //! // All weights, trained on a GPU with 24 GB.
-//! let batch = Batch { work: Workload { batch: 8, sequence: 1024 }, labelled: None };
+//! let batch = Batch::new(Workload { batch: 8, sequence: 1024 }, None);
 //! let job = Job::new(model, None, Choices::default(), batch, Rates::of_memory(25e9, 50e9, 1e12));
 //! let (allowed, budget) = (Allowed::default(), AvailableMemory { device: 24_000_000_000, host: None });
 //! let ways = job.search(&allowed, budget)?;

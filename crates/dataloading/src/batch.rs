@@ -42,6 +42,9 @@ pub struct Packing {
     pub starts: Vec<i32>,
     /// The length of the longest document.
     pub longest: i64,
+    /// Whether the documents are the rows of the data, end to end in one row, some of which may be computed alone. Otherwise the rows of the
+    /// batch may.
+    pub is_padding_free: bool,
 }
 
 /// The k most probable next tokens of each position, by a teacher. Positions without a label have zeros.

@@ -307,6 +307,7 @@ impl HostBatch {
                 cu_seqlens: block.f_narrow(0, start, bytes)?.f_view_dtype(Kind::Int)?,
                 starts: self.starts.clone(),
                 longest: self.longest,
+                is_padding_free: false,
             })
         } else {
             None

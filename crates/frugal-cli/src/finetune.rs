@@ -360,7 +360,7 @@ fn batches(
     }
     let layout = Layout {
         batch: config.training.batch,
-        packed: config.data.packing.map(|positions| positions.min(context)),
+        arrangement: config.data.arrangement(context),
         pad: data.pad,
         shuffle: Some(config.training.seed),
         by_length: config.training.accumulation.max(1),

@@ -97,73 +97,103 @@ impl MicroBatches {
     pub fn split(self, rows: usize) -> Result<Self> {
         let mut batches = Vec::new();
         for batch in self.batches {
-            if usize::try_from(batch.tokens.size()[0]).is_ok_and(|all| all <= rows.max(1)) {
+            let ends = ends_of_rows(&batch)?;
+            if ends.len() <= rows.max(1) {
                 batches.push(batch);
             } else {
-                batches.extend(parts(&batch, rows.max(1) as i64)?);
+                batches.extend(parts(&batch, &ends, rows.max(1))?);
             }
         }
         Ok(Self { batches, ..self })
     }
 }
 
-/// Returns the parts of a batch.
-fn parts(batch: &Batch, rows: i64) -> Result<Vec<Batch>> {
+/// Returns where each row of a batch ends that may be computed alone, among all positions: rows of its tensors, or of the data if they lie
+/// end to end. Padding after these belongs to the last one.
+fn ends_of_rows(batch: &Batch) -> Result<Vec<i64>> {
+    let (rows, length) = batch.tokens.size2()?;
+    Ok(match &batch.packing {
+        Some(packing) if packing.is_padding_free && !packing.starts.is_empty() => {
+            let mut ends: Vec<i64> = packing.starts[1..].iter().map(|end| i64::from(*end)).collect();
+            if batch.counts.padding > 0 {
+                ends.remove(ends.len().saturating_sub(2));
+            }
+            ends
+        }
+        _ => (1..=rows).map(|row| row * length).collect(),
+    })
+}
+
+/// Returns the parts of a batch whose rows end at `ends`.
+fn parts(batch: &Batch, ends: &[i64], rows: usize) -> Result<Vec<Batch>> {
     if batch.sequences.is_some() {
         let reason = "a micro-batch of sequences is not computed in parts; choose a smaller batch with more accumulation";
         return Err(Error::config("rows at a time", reason));
     }
-    let (all, length) = batch.tokens.size2()?;
-    let part = |first: i64| -> Result<Batch> {
-        let count = rows.min(all - first);
-        let rows = |tensor: &Tensor| tensor.f_narrow(0, first, count);
+    let (_, length) = batch.tokens.size2()?;
+    // One row of the tensors is divided along its positions.
+    let along = i64::from(batch.packing.as_ref().is_some_and(|packing| packing.is_padding_free));
+    let part = |number: usize| -> Result<Batch> {
+        let (first, last) = (number * rows, (number * rows + rows).min(ends.len()));
+        let begin = if first == 0 { 0 } else { ends[first - 1] };
+        let end = ends[last - 1];
+        let cut = |tensor: &Tensor| match along {
+            0 => tensor.f_narrow(0, begin / length, (end - begin) / length),
+            _ => tensor.f_narrow(1, begin, end - begin),
+        };
         let packing = match &batch.packing {
             None => None,
             Some(packing) => {
-                let (begin, end) = ((first * length) as i32, ((first + count) * length) as i32);
-                let inside = packing.starts.iter().filter(|start| (begin..=end).contains(*start));
-                let starts: Vec<i32> = inside.map(|start| start - begin).collect();
-                let before = packing.starts.iter().filter(|start| **start < begin).count() as i64;
+                let inside = |start: &&i32| (begin..=end).contains(&i64::from(**start));
+                let starts: Vec<i32> =
+                    packing.starts.iter().filter(inside).map(|start| start - begin as i32).collect();
+                let before = packing.starts.iter().filter(|start| i64::from(**start) < begin).count() as i64;
                 Some(Packing {
-                    positions: rows(&packing.positions)?,
-                    document_ids: rows(&packing.document_ids)?.try_sub_scalar(before)?,
+                    positions: cut(&packing.positions)?,
+                    document_ids: cut(&packing.document_ids)?.try_sub_scalar(before)?,
                     cu_seqlens: Tensor::f_from_slice(&starts)?.f_to_device(batch.tokens.device())?,
                     longest: starts.windows(2).map(|ends| i64::from(ends[1] - ends[0])).max().unwrap_or(0),
                     starts,
+                    is_padding_free: packing.is_padding_free,
                 })
             }
         };
         // The counts stay with the step; the targets of a part are at most these.
-        let positions = usize::try_from(count * length).unwrap_or(usize::MAX);
+        let positions = usize::try_from(end - begin).unwrap_or(usize::MAX);
         let counts = Counts { targets: batch.counts.targets.min(positions), ..Counts::default() };
         let weights = batch.weights.as_ref().map(|whole| -> Result<ExampleWeights> {
             // Only the step's total is used, which stays with the first part.
             let total = if first == 0 { whole.total } else { 0.0 };
             Ok(ExampleWeights {
-                positions: rows(&whole.positions)?,
+                positions: cut(&whole.positions)?,
                 examples: None,
                 total,
                 chosen_targets: 0.0,
             })
         });
-        let padding = batch.padding.iter().skip(first as usize).take(count as usize).copied().collect();
+        let padding = match along {
+            0 => batch.padding.iter().skip(first).take(last - first).copied().collect(),
+            // At the end of the last part.
+            _ if last == ends.len() => batch.padding.clone(),
+            _ => Vec::new(),
+        };
         Ok(Batch {
-            tokens: rows(&batch.tokens)?,
-            labels: rows(&batch.labels)?,
+            tokens: cut(&batch.tokens)?,
+            labels: cut(&batch.labels)?,
             packing,
             padding,
             sequences: None,
             taught: match &batch.taught {
                 None => None,
                 Some(TopK { tokens, log_probabilities }) => {
-                    Some(TopK { tokens: rows(tokens)?, log_probabilities: rows(log_probabilities)? })
+                    Some(TopK { tokens: cut(tokens)?, log_probabilities: cut(log_probabilities)? })
                 }
             },
             weights: weights.transpose()?,
             counts,
         })
     };
-    (0..all).step_by(rows as usize).map(part).collect()
+    (0..ends.len().div_ceil(rows)).map(part).collect()
 }
 
 /// Fetches `count` micro-batches, or fewer at the end of the data; `None` if there are none left.

@@ -51,11 +51,12 @@ mod tests {
 
     use super::*;
     use crate::Batches;
+    use crate::masked_rows::Arrangement::{self, Packed, Padded, PaddingFree};
     use crate::masked_rows::{Layout, MaskedBatches, MaskedRow};
 
-    fn strengths(packed: Option<usize>, batch: usize) -> Vec<Vec<f64>> {
+    fn strengths(arrangement: Arrangement, batch: usize) -> Vec<Vec<f64>> {
         let row = |tokens: i64| MaskedRow::new((0..tokens).collect(), (0..tokens).collect());
-        let layout = Layout { batch, packed, ..Layout::default() };
+        let layout = Layout { batch, arrangement, ..Layout::default() };
         let rows = vec![row(5), row(2), row(10)];
         let batch = MaskedBatches::new(rows, layout, Device::Cpu).unwrap().next().unwrap().unwrap();
         Vec::<Vec<f64>>::try_from(&strength(&batch, 6.0).unwrap().to_kind(tch::Kind::Double)).unwrap()
@@ -63,12 +64,13 @@ mod tests {
 
     #[test]
     fn each_example_has_its_own_length() {
-        let padded = strengths(None, 3);
+        let padded = strengths(Padded, 3);
         assert_eq!(padded[0], [[3.0; 4].as_slice(), &[0.0; 5]].concat());
         assert_eq!(padded[1], [[6.0; 1].as_slice(), &[0.0; 8]].concat());
         assert_eq!(padded[2], [2.0; 9]);
+        assert_eq!(strengths(PaddingFree, 3), [[[3.0; 4].as_slice(), &[6.0; 1], &[2.0; 9]].concat()]);
         // Documents of 9 and of 4 and 1 positions, and padding.
-        let packed = strengths(Some(9), 2);
+        let packed = strengths(Packed(9), 2);
         let mut rows = packed.clone();
         rows.sort_by(|a, b| a[0].total_cmp(&b[0]));
         assert_eq!(rows[0], [2.0; 9]);

@@ -1,11 +1,12 @@
-//! Fine-tuning batches: tokenized rows with a loss mask, padded or packed.
+//! Fine-tuning batches: tokenized rows with a loss mask, padded, end to end, or packed.
 //!
-//! A row of n tokens has n − 1 positions; each predicts the next token if its label is set. Rows are padded on the right to the
-//! longest of their batch, or packed best-fit decreasing ([`dataloading::packing`]) into rows of one length, in which rows do
-//! not attend to each other. Each epoch's order is a permutation given by the seed, so the state of the source is one number.
-//! The batches of one optimizer step divide its rows by length, the longest first ([`Layout::by_length`]): the step has the same rows, its
-//! loss and gradients are the same up to the order of their sums, and there is less padding. (Transformers' `group_by_length` sorts beyond
-//! the step, and so changes which rows share one.)
+//! A row of n tokens has n − 1 positions; each predicts the next token if its label is set. [`Arrangement`] says how the rows of a batch lie:
+//! padded on the right to the longest; end to end in one row without padding; or packed best-fit decreasing ([`dataloading::packing`]) into
+//! rows of one length. Rows never attend to each other, so that all three have the same loss and gradients up to the order of sums. Each
+//! epoch's order is a permutation given by the seed, so the state of the source is one number.
+//! The batches of one optimizer step divide its rows by length ([`Layout::by_length`]): padded rows so that each batch has rows of like length
+//! and little padding, rows without padding so that the batches have about as many positions each. The step has the same rows. (Transformers'
+//! `group_by_length` sorts beyond the step, and so changes which rows share one.)
 //! Rows are stored in 4 bytes a token, on disk beyond a bound ([`MaskedRows`]); packing takes 8 bytes of memory for each row, padding none.
 //!
 //! ```
@@ -21,6 +22,7 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 
+mod arrangement;
 mod batch;
 mod byte_store;
 mod grouping;
@@ -43,6 +45,7 @@ use tch::Device;
 use crate::batches::Batches;
 use crate::error::{Error, Result};
 
+pub use arrangement::Arrangement;
 pub(crate) use batch::{Item, assemble};
 pub use grouping::Grouping;
 pub use mixture::Mixture;
@@ -82,14 +85,14 @@ impl MaskedRow {
 pub struct Layout {
     /// Rows per batch; packed rows, if packed.
     pub batch: usize,
-    /// Positions of a packed row; `None` for padding.
-    pub packed: Option<usize>,
+    /// How they lie.
+    pub arrangement: Arrangement,
     /// The padding token.
     pub pad: i64,
     /// The seed of the epochs' orders; `None` keeps the order of the rows.
     pub shuffle: Option<u64>,
-    /// Batches that divide their rows among themselves by falling length: those of an optimizer step. 1 keeps the order; packed rows
-    /// have one length and keep it too.
+    /// Batches that divide their rows among themselves by length: those of an optimizer step. 1 keeps the order; packed rows have one length
+    /// and keep it too.
     pub by_length: usize,
     /// Number of epochs; `None` for no end.
     pub epochs: Option<u64>,
@@ -101,10 +104,11 @@ pub struct Layout {
 const EVALUATED_BY_LENGTH: usize = 64;
 
 impl Layout {
-    /// The same batches in the rows' order, once, but for rows of 64 batches that are sorted by length together. Its loss is a sum
+    /// The same batches in the rows' order, once, but for padded rows of 64 batches that are sorted by length together. Its loss is a sum
     /// over all rows, whatever their order.
     pub fn of_evaluation(self) -> Self {
-        Self { shuffle: None, by_length: EVALUATED_BY_LENGTH, epochs: Some(1), ..self }
+        let by_length = if self.arrangement == Arrangement::Padded { EVALUATED_BY_LENGTH } else { 1 };
+        Self { shuffle: None, by_length, epochs: Some(1), ..self }
     }
 }
 
@@ -112,7 +116,7 @@ impl Default for Layout {
     fn default() -> Self {
         Self {
             batch: 1,
-            packed: None,
+            arrangement: Arrangement::Padded,
             pad: 0,
             shuffle: None,
             by_length: 1,
@@ -301,7 +305,11 @@ impl MaskedBatches {
     /// Returns a source of all rows once, in their order and not packed, at the first batch.
     #[must_use]
     pub fn in_row_order(&self) -> Self {
-        let layout = Layout { packed: None, shuffle: None, by_length: 1, epochs: Some(1), ..self.layout };
+        let arrangement = match self.layout.arrangement {
+            Arrangement::Packed(_) => Arrangement::Padded,
+            other => other,
+        };
+        let layout = Layout { arrangement, shuffle: None, by_length: 1, epochs: Some(1), ..self.layout };
         let fingerprint = of_layout(self.content, &layout, None);
         let whole = self.clone();
         let sources = order::units_of_groups(&self.rows, layout.grouping).into();
@@ -314,8 +322,13 @@ impl MaskedBatches {
     }
 
     /// Returns whether rows are packed.
-    pub fn is_packed(&self) -> bool {
-        self.layout.packed.is_some()
+    fn is_packed(&self) -> bool {
+        matches!(self.layout.arrangement, Arrangement::Packed(_))
+    }
+
+    /// Returns whether a row of a batch may hold several documents.
+    pub fn holds_documents(&self) -> bool {
+        self.layout.arrangement != Arrangement::Padded
     }
 
     /// Packed rows, or groups of rows, in an epoch.
@@ -335,7 +348,7 @@ impl MaskedBatches {
         (from..to).flat_map(move |at| (0..rows).map(move |row| group(at) * rows + row))
     }
 
-    /// The rows of a batch that a unit takes.
+    /// The rows that a unit takes: packed rows, or rows of the data.
     fn rows_of_unit(&self) -> usize {
         if self.is_packed() { 1 } else { self.layout.grouping.rows() }
     }
@@ -348,16 +361,18 @@ impl MaskedBatches {
     /// Returns the tokens of an epoch, and its padding positions if rows are packed; those of a mixture as its weights have them in the mean.
     pub fn tokens_and_padding(&self) -> (usize, usize) {
         let tokens = self.tokens_of_epoch();
-        let padding =
-            self.layout.packed.map_or(0, |capacity| (capacity * self.units()).saturating_sub(tokens));
+        let padding = match self.layout.arrangement {
+            Arrangement::Packed(capacity) => (capacity * self.units()).saturating_sub(tokens),
+            _ => 0,
+        };
         (tokens, padding)
     }
 }
 
 /// The fingerprint of rows in a layout.
 fn of_layout(content: Fingerprint, layout: &Layout, mixture: Option<&Mixture>) -> u64 {
-    let (packed, seed) = (layout.packed.unwrap_or(0) as u64, layout.shuffle.unwrap_or(0));
-    let numbers = [layout.batch as u64, packed, seed, layout.by_length as u64];
+    let seed = layout.shuffle.unwrap_or(0);
+    let numbers = [layout.batch as u64, layout.arrangement.number(), seed, layout.by_length as u64];
     // Other objectives over the same rows have other batches.
     let pairs = match layout.grouping {
         Grouping::Rows => None,

@@ -66,7 +66,7 @@ mod tests {
 
     fn job(documents: bool) -> Job {
         let rates = Rates { load: 25e9, store: 25e9, host_optimizer: 2e9, device_optimizer: 35e9 };
-        let batch = Batch { work: Workload { batch: 2, sequence: 256 }, labelled: None };
+        let batch = Batch::new(Workload { batch: 2, sequence: 256 }, None);
         let model = presets::find("qwen2.5-0.5b").unwrap();
         let choices = Choices { documents, ..Choices::default() };
         Job::new(model, Some(LowRank::default()), choices, batch, rates)

@@ -50,9 +50,16 @@ impl Job {
     /// The largest pass over parts of a batch of at most `rows` rows. All labels may be in one part.
     pub(super) fn pass(&self, batch: Batch, rows: Option<u64>) -> Batch {
         let Workload { batch: all, sequence } = batch.work;
-        let work = Workload { batch: rows.map_or(all, |rows| rows.clamp(1, all)), sequence };
-        let labelled = batch.labelled.map(|labels| labels.min(work.batch.saturating_mul(sequence)));
-        Batch { work, labelled }
+        let rows = rows.map_or(all, |rows| rows.clamp(1, all));
+        // The longest rows may be in one part, which has no more positions than the batch.
+        let sequence = match batch.longest {
+            Some(longest) if rows < all => {
+                longest.max(sequence).min(all.saturating_mul(sequence).div_ceil(rows.max(1)))
+            }
+            _ => sequence,
+        };
+        let labelled = batch.labelled.map(|labels| labels.min(rows.saturating_mul(sequence)));
+        Batch { work: Workload { batch: rows, sequence }, labelled, longest: batch.longest }
     }
 
     /// The costs of a pass, with its update.

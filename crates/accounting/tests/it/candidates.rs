@@ -13,7 +13,7 @@ use accounting::offload::{AvailableMemory, Footprint, Moment, OptimizerPlace, Ra
 use accounting::presets;
 
 fn job(lora: bool) -> Job {
-    let batch = Batch { work: Workload { batch: 4, sequence: 512 }, labelled: None };
+    let batch = Batch::new(Workload { batch: 4, sequence: 512 }, None);
     Job {
         model: presets::find("qwen2.5-0.5b").unwrap(),
         lora: lora.then(|| LowRank { on_cpu: true, ..LowRank::default() }),
@@ -249,8 +249,8 @@ fn updates_during_backward_leave_the_gradients_of_a_layer() {
 /// Rows of the validation data may be longer than those of the training.
 #[test]
 fn a_plan_that_no_evaluation_fits_is_not_chosen() {
-    let long = Batch { work: Workload { batch: 1, sequence: 8192 }, labelled: None };
-    let short = Batch { work: Workload { batch: 1, sequence: 64 }, labelled: None };
+    let long = Batch::new(Workload { batch: 1, sequence: 8192 }, None);
+    let short = Batch::new(Workload { batch: 1, sequence: 64 }, None);
     let without = Job { largest: vec![short], mean: short, ..job(true) };
     let with = Job { evaluation: Some(long), ..without.clone() };
     let chosen = search(&without, &allowed(), ENOUGH).chosen().unwrap().clone();
@@ -275,7 +275,7 @@ fn a_plan_that_no_evaluation_fits_is_not_chosen() {
 fn fewer_trained_weights_and_more_recomputation_reduce_bytes() {
     let peak = |targets: Option<&str>, kept: LayerPlan, labelled| {
         let lora = targets.map(|targets| LowRank { targets: targets.parse().unwrap(), ..LowRank::default() });
-        let batch = Batch { work: Workload { batch: 4, sequence: 1024 }, labelled };
+        let batch = Batch::new(Workload { batch: 4, sequence: 1024 }, labelled);
         let job = Job { lora, largest: vec![batch], mean: batch, accumulation: 1, ..job(false) };
         let plan = vec![kept; job.model.layers as usize];
         job.evaluate(Placement::Resident(plan), None).unwrap().peak.total
@@ -311,7 +311,7 @@ fn the_peak_is_the_largest_moment() {
 
 /// A training with offloaded layers: its model, the rates of its GPU, FLOP/s and bytes per second, and those of its link.
 fn streamed(model: &str, tokens: u64, lora: bool, [flops, bandwidth, link]: [f64; 3]) -> Job {
-    let batch = Batch { work: Workload { batch: 1, sequence: tokens }, labelled: None };
+    let batch = Batch::new(Workload { batch: 1, sequence: tokens }, None);
     let rates = Rates { load: link, store: link, host_optimizer: 2e9, device_optimizer: 30e9 };
     let choices = Choices { flops, bandwidth, recipe: Recipe::BF16_FP32_STATE, ..Choices::default() };
     let lora = lora.then(LowRank::default);

@@ -14,7 +14,7 @@ const STAGES: [ZeroStage; 3] = [ZeroStage::One, ZeroStage::Two, ZeroStage::Three
 
 /// A step of four batches of Qwen2.5-0.5B over so many processes of one CPU.
 fn job(lora: bool, ranks: u64) -> Job {
-    let batch = Batch { work: Workload { batch: 2, sequence: 256 }, labelled: None };
+    let batch = Batch::new(Workload { batch: 2, sequence: 256 }, None);
     let rates = Rates { load: 5e9, store: 5e9, host_optimizer: 7e8, device_optimizer: 7e8 };
     let choices = Choices { flops: 1e11, bandwidth: 2e10, ..Choices::default() };
     let network = Network { node: ranks, local: 2e9, between: 2e9, latency: 1e-4, direct: true };

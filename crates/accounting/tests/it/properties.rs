@@ -88,7 +88,7 @@ fn jobs() -> impl Strategy<Value = Job> {
     let is_predicted = |model: &Decoder| has_modelled_passes(model.family);
     let models = models().prop_filter("its passes are not modelled", is_predicted);
     (models, 1u64..6, 1u64..200, any::<[bool; 3]>()).prop_map(|(model, batch, sequence, flags)| {
-        let batch = Batch { work: Workload { batch, sequence }, labelled: None };
+        let batch = Batch::new(Workload { batch, sequence }, None);
         let rates = Rates { load: 25e9, store: 25e9, host_optimizer: 2e9, device_optimizer: 35e9 };
         let lora = flags[0].then(LowRank::default);
         let choices = Choices {
@@ -114,7 +114,7 @@ proptest! {
         };
         let Workload { batch, sequence } = job.mean.work;
         let sized = |batch, sequence| {
-            let batch = Batch { work: Workload { batch, sequence }, labelled: None };
+            let batch = Batch::new(Workload { batch, sequence }, None);
             Job { largest: vec![batch], mean: batch, ..job.clone() }
         };
         let budget = within(least(&job) + slack);

@@ -138,7 +138,7 @@ pub(crate) fn predict(
         loss: variant.predicted_loss(rows * sequence, [config.hidden_size, config.vocab_size], device)?,
         ..Choices::default()
     };
-    let batch = Batch { work, labelled: None };
+    let batch = Batch::new(work, None);
     let rates = MachineRates::NOMINAL.transfers;
     let job = Job { on_cpu: device == Device::Cpu, ..Job::new(model, None, choices, batch, rates) };
     let plan = vec![LayerPlan::KeepAll; usize::try_from(config.num_hidden_layers)?];

@@ -241,7 +241,7 @@ fn predict(
         Trained::All => None,
     };
     let work = Workload { batch: size(arguments.batch)?, sequence: size(arguments.sequence)? };
-    let batch = Batch { work, labelled: Some(size(labelled)?) };
+    let batch = Batch::new(work, Some(size(labelled)?));
     let model = accounting::Decoder::from_config(&shape.config()?)?;
     let layers = size(shape.config()?.num_hidden_layers)?;
     let rates = frugal::planning::MachineRates::NOMINAL.transfers;

@@ -193,8 +193,11 @@ impl Training {
         runtime::random::seed(seed)?;
         let model = Llama::new(&DecoderConfig::llama(VOCABULARY, 16, 24, 3, 2), (Kind::Float, Device::Cpu))?;
         let mut prepared = Recipe::new(&config)?.apply(Box::new(model))?;
-        let layout =
-            Layout { batch: config.training.batch, packed: config.data.packing, ..Layout::default() };
+        let layout = Layout {
+            batch: config.training.batch,
+            arrangement: config.data.arrangement(usize::MAX),
+            ..Layout::default()
+        };
         let mut data = MaskedBatches::new(rows(), layout, Device::Cpu)?;
         let start = data.state();
         prepared.plan_activations(&data.next()?.context("no rows")?)?;

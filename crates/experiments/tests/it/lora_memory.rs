@@ -124,7 +124,7 @@ fn predicted(targets: Targets, dropout: bool, kind: Kind, full: bool) -> Candida
         ..Choices::default()
     };
     let lora = LowRank { rank: RANK as u64, targets, dropout, on_cpu: true, ..LowRank::default() };
-    let batch = Batch { work, labelled: Some((BATCH * SEQUENCE) as u64 / 2) };
+    let batch = Batch::new(work, Some((BATCH * SEQUENCE) as u64 / 2));
     let rates = Rates::of_memory(1e9, 1e9, 1e9);
     let job = Job::new(Decoder::new(SIZES).unwrap(), Some(lora), choices, batch, rates);
     let plan = if full { LayerPlan::RecomputeAll } else { LayerPlan::KeepAll };

@@ -7,7 +7,7 @@ use frugal::config::DataConfig;
 use frugal::fused_ce::LinearCrossEntropy;
 use frugal::rows::{self, Found as FoundData};
 use frugal::training::evaluation::evaluate;
-use frugal::training::masked_rows::{Layout, MaskedBatches};
+use frugal::training::masked_rows::{Arrangement, Layout, MaskedBatches};
 use serde_json::json;
 
 use super::Eval;
@@ -34,8 +34,12 @@ pub(super) fn run(
         _ => rows::texts(files, &encoder, arguments.limit)?,
     };
     let count = rows.len();
-    let layout =
-        Layout { batch: arguments.batch_size as usize, pad: i64::from(ends.end), ..Layout::default() };
+    let layout = Layout {
+        batch: arguments.batch_size as usize,
+        arrangement: Arrangement::PaddingFree,
+        pad: i64::from(ends.end),
+        ..Layout::default()
+    };
     let mut batches = MaskedBatches::over(&rows, layout.of_evaluation(), device)?;
     let mut model = with_adapter(arguments.model.load(folder, device)?, found.adapter.as_deref())?;
     // A chunk of logits at a time, unless the head is more than a projection, because it is adapted itself.

@@ -115,7 +115,7 @@ const RUN: &str = "Run";
 /// A model and its data are in the file or among the assignments if no flag gives them.
 const IN_FILE: [&str; 2] = ["config", "set"];
 
-static TABLE: [&[Flag]; 28] = [
+static TABLE: [&[Flag]; 29] = [
     flags! { OPTIONS, FINETUNE;
         "model.name", "--model" ~ "--base-model" ~ "--model-name" ~ "--model-name-or-path" => text("NAME_OR_FOLDER"),
             "A folder in Hugging Face's layout, a GGUF file, a name in Ollama's store (ollama:NAME), a name on the hub, such as Qwen/Qwen2.5-0.5B, or the output folder of a training of all weights",
@@ -213,6 +213,10 @@ static TABLE: [&[Flag]; 28] = [
         "data.packing", "--packing" => whole("TOKENS"),
             "Pack several rows into one of TOKENS positions, without attention between them [default without a value: 1024]",
             |argument| argument.num_args(0..=1).default_missing_value("1024");
+    },
+    flags! { DATA, FINETUNE;
+        "data.padding_free", "--padded" => switch("false"),
+            "Pad the rows of a batch to the longest, instead of laying them end to end without attention between them";
     },
     flags! { ADAPTER, FINETUNE | ADAPTERS | PLAN;
         "adapter.r", "--r" | "--rank" | "--lora-r" | "--lora-rank" => Takes::One { name: "R", parser: values::parsed::<i64> }, "Rank [default: 8]";

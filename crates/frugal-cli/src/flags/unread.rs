@@ -56,6 +56,7 @@ pub(crate) fn refuse(common: &Common, config: &Config) -> anyhow::Result<()> {
                 "data.prompt_template",
                 "data.completion_template",
                 "data.format",
+                "data.padding_free",
                 "objective",
                 "training.samples",
                 "training.baseline",
@@ -83,10 +84,16 @@ pub(crate) fn refuse(common: &Common, config: &Config) -> anyhow::Result<()> {
                 "data.field",
                 "data.prompt_template",
                 "data.completion_template",
+                "data.padding_free",
                 "training.samples",
             ],
             are_read: !samples_answers,
             readers: "with `objective.kind = \"grpo\"` the data are questions, and rows are the model's own answers",
+        },
+        Readers {
+            keys: &["data.padding_free"],
+            are_read: config.data.packing.is_none(),
+            readers: "it is read without `data.packing`: packed rows have one length",
         },
         Readers {
             keys: &[

@@ -16,7 +16,7 @@ type Case = (&'static str, &'static str, &'static str);
 const BASE: [Case; 2] =
     [("model.name", "\"@model\"", "--model @model"), ("data.source", "\"@my\"", "--data @my")];
 
-const FINETUNE: [Case; 110] = [
+const FINETUNE: [Case; 111] = [
     ("method", "\"dora\"", "--method dora"),
     ("model.revision", "\"v1\"", "--revision v1"),
     ("model.offline", "true", "--offline"),
@@ -40,6 +40,7 @@ const FINETUNE: [Case; 110] = [
     ("data.date", "\"2026-11-23\"", ""),
     ("data.limit", "3", "--limit 3"),
     ("data.packing", "128", "--packing 128"),
+    ("data.padding_free", "false", "--padded"),
     ("data.shots", "2", "--shots 2"),
     ("data.strip_annotations", "true", "--strip-annotations"),
     ("data.split_seed", "7", "--split-seed 7"),

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use dataloading::chat::Mask;
 use dataloading::records::RecordFormat;
 use serde::{Deserialize, Serialize};
+use training::masked_rows::Arrangement;
 
 use super::MixtureSource;
 use crate::rows::Overlong;
@@ -61,9 +62,12 @@ pub struct DataConfig {
     /// Trains on the first rows only.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub limit: Option<usize>,
-    /// Positions of a packed row; absent to pad each batch to its longest row.
+    /// Positions of a packed row; absent for batches of whole rows.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub packing: Option<usize>,
+    /// Lays the rows of a batch end to end, without attention between them, instead of padding each to the longest. Packed rows have their own
+    /// padding.
+    pub padding_free: bool,
     /// Batching strategy for documents, in a training from scratch: `base`, `standard`, `balanced:K`, `sequenced` or
     /// `packed`.
     pub strategy: String,
@@ -88,6 +92,15 @@ impl DataConfig {
     pub fn is_synthetic(&self) -> bool {
         self.source == SYNTHETIC
     }
+
+    /// Returns how the rows of a fine-tuning's batches lie, for a model of so many positions.
+    pub fn arrangement(&self, context: usize) -> Arrangement {
+        match self.packing {
+            Some(positions) => Arrangement::Packed(positions.min(context)),
+            None if self.padding_free => Arrangement::PaddingFree,
+            None => Arrangement::Padded,
+        }
+    }
 }
 
 impl Default for DataConfig {
@@ -111,6 +124,7 @@ impl Default for DataConfig {
             date: None,
             limit: None,
             packing: None,
+            padding_free: true,
             strategy: "packed".to_owned(),
             workers: 1,
             shots: 0,

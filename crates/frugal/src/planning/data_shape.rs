@@ -17,7 +17,7 @@ pub struct DataShape {
     pub largest: Vec<(u64, Batch)>,
     /// Rows, mean positions and mean labels of a batch.
     pub mean: Batch,
-    /// Whether rows hold several documents.
+    /// Whether rows of a batch hold several documents.
     pub packed: bool,
     /// Batches of an epoch; `None` for data without an end.
     pub epoch: Option<u64>,
@@ -39,7 +39,7 @@ pub struct TeacherShape {
 impl DataShape {
     /// Batches of one size without an end, with a label at every position.
     pub fn uniform(rows: u64, length: u64, packed: bool) -> Self {
-        let batch = Batch { work: Workload { batch: rows, sequence: length }, labelled: None };
+        let batch = Batch::new(Workload { batch: rows, sequence: length }, None);
         Self {
             largest: vec![(0, batch)],
             mean: batch,
@@ -60,12 +60,16 @@ impl DataShape {
 
     fn of_first(batches: &MaskedBatches, count: u64, read: u64) -> training::Result<Self> {
         let mut largest: Vec<(u64, Batch)> = Vec::new();
+        let mut longest = None;
         let (mut seen, mut rows, mut positions, mut labels) = (0, 0, 0, 0);
         let beyond = (count > read).then(|| batches.largest_shape());
         for (number, shape) in (0..).zip(batches.shapes(count.min(read)).chain(beyond)) {
             let shape = shape?;
             let work = Workload { batch: shape.rows as u64, sequence: shape.length as u64 };
             let (own, labelled) = (work.batch * work.sequence, shape.labelled as u64);
+            if shape.longest > shape.length {
+                longest = longest.max(Some(shape.longest as u64));
+            }
             if number < read {
                 seen += 1;
                 rows += work.batch;
@@ -77,21 +81,24 @@ impl DataShape {
             let is_below = |of: (u64, u64), than: (u64, u64)| of.0 <= than.0 && of.1 <= than.1;
             if !largest.iter().any(|(_, other)| is_below((own, labelled), size(other))) {
                 largest.retain(|(_, other)| !is_below(size(other), (own, labelled)));
-                largest.push((number, Batch { work, labelled: Some(labelled.max(1)) }));
+                largest.push((number, Batch::new(work, Some(labelled.max(1)))));
             }
         }
         let (seen, rows) = (seen.max(1), rows.max(1));
         let batch = rows.div_ceil(seen);
         let sequence = positions.div_ceil(rows).max(1);
         let labelled = labels.div_ceil(seen).clamp(1, batch * sequence);
-        let mean = Batch { work: Workload { batch, sequence }, labelled: Some(labelled) };
+        let mean = Batch { longest, ..Batch::new(Workload { batch, sequence }, Some(labelled)) };
+        for (_, batch) in &mut largest {
+            batch.longest = longest;
+        }
         // Each costs a prediction of every candidate: the largest by positions and the largest by labels say enough.
         largest.sort_by_key(|(_, batch)| std::cmp::Reverse(batch.work.batch * batch.work.sequence));
         if largest.len() > 2 {
             largest = vec![largest[0], largest[largest.len() - 1]];
         }
         let epoch = Some(batches.batches_per_epoch());
-        let (packed, evaluations) = (batches.is_packed(), Vec::new());
+        let (packed, evaluations) = (batches.holds_documents(), Vec::new());
         Ok(Self { largest, mean, packed, epoch, evaluations, teacher: None })
     }
 

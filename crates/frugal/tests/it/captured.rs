@@ -49,7 +49,8 @@ fn trained(family: Family, config: &Config, captured: bool, ready: impl FnOnce()
     let prepared = prepare(&recipe, family).map_err(|error| text(&error))?;
     let layout = Layout {
         batch: config.training.batch,
-        packed: config.data.packing,
+        // Of few shapes, which are captured.
+        arrangement: config.data.packing.into(),
         shuffle: Some(1),
         ..Layout::default()
     };
@@ -162,6 +163,7 @@ fn every_technique_has_its_bits_in_repeated_steps_or_is_refused() {
         noise of embeddings: refused: captured steps: the noise of embeddings (NEFTune) depends on lengths that the host knows
         weights of examples: 5 of 8 steps repeated, the same bits
         packing: 5 of 8 steps repeated, the same bits
+        padded rows: 5 of 8 steps repeated, the same bits
         LoRA with dropout: 5 of 8 steps repeated, the same bits
         LoRA with dropout, recompute layers: 5 of 8 steps repeated, the same bits
         LoRA with dropout, fused loss, bf16, packing: 5 of 8 steps repeated, the same bits
@@ -232,6 +234,7 @@ fn steps_of_a_gemma_4_have_their_bits_in_repeated_steps_or_are_refused() {
         noise of embeddings: refused: captured steps: the noise of embeddings (NEFTune) depends on lengths that the host knows
         weights of examples: 5 of 8 steps repeated, the same bits
         packing: 5 of 8 steps repeated, the same bits
+        padded rows: 5 of 8 steps repeated, the same bits
         LoRA with dropout: 5 of 8 steps repeated, the same bits
         LoRA with dropout, recompute layers: 5 of 8 steps repeated, the same bits
         LoRA with dropout, fused loss, bf16, packing: 5 of 8 steps repeated, the same bits

@@ -33,6 +33,7 @@ name = "Qwen/Qwen2.5-0.5B"
 [data]
 packing = 128
 max_length = 128
+padding_free = false
 mixture = ["a.jsonl=0.7", { source = "b.jsonl", weight = 0.3 }]
 [adapter]
 r = 8

@@ -181,7 +181,7 @@ pub(crate) fn run_over(
     let grouping = config.objective.preference()?.map_or(Grouping::Rows, |objective| objective.grouping());
     let layout = Layout {
         batch: (config.training.batch / grouping.rows()).max(1),
-        packed: config.data.packing,
+        arrangement: config.data.arrangement(usize::MAX),
         shuffle: Some(1),
         grouping,
         ..Layout::default()
@@ -366,9 +366,9 @@ fn every_pair_keeps_its_promises_or_is_refused_by_name() {
         6 × `activations.recompute = "elementwise"` and `offload` cannot be combined: an offloaded layer keeps all its activations, or its input alone; use `activations.plan = "keep"`, "every-k" or "recompute" with `activations.recompute = "layer"` or "offload", or keep the weights on the device
         6 × `activations.recompute = "mlp"` and `offload` cannot be combined: an offloaded layer keeps all its activations, or its input alone; use `activations.plan = "keep"`, "every-k" or "recompute" with `activations.recompute = "layer"` or "offload", or keep the weights on the device
         4 × `model.freeze` and `adapter` cannot be combined: an adapter freezes the whole base; leave `model.freeze` out
-        20 × `offload.tier = "file"` with full fine-tuning and `optimizer.place = "device"` cannot be combined: the optimizer's state of trained layers in files is in files, too; use `optimizer.place = "host"`, train an adapter, or use `offload.tier = "host"`
+        21 × `offload.tier = "file"` with full fine-tuning and `optimizer.place = "device"` cannot be combined: the optimizer's state of trained layers in files is in files, too; use `optimizer.place = "host"`, train an adapter, or use `offload.tier = "host"`
         1 × `optimizer.place = "host"` and the loss scaler of `precision.compute = "fp16"` cannot be combined: layers are updated during backward, before it is known whether a gradient overflows; use `precision.compute = "bf16"`, or `optimizer.place = "device"`
-        28 × `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&reasons.join("\n"));
+        29 × `optimizer.place = "host"` and weights on the device cannot be combined: the update on the host is that of offloaded layers; add `offload`, or use `optimizer.place = "device"`"#]].assert_eq(&reasons.join("\n"));
 }
 
 /// The keys that layers share, and the inputs of layers, are values of the graph under every technique. What needs layers that are alike, or a

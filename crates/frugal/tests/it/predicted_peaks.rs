@@ -25,6 +25,7 @@ use models::{DecoderConfig, Llama};
 use runtime::device::pinned_bytes;
 use runtime::memory::{Region, live_bytes};
 use tch::{Device, Kind};
+use training::masked_rows::Arrangement::{self, Packed, PaddingFree};
 use training::masked_rows::{Grouping, Layout, MaskedBatches, MaskedRow};
 
 /// The share of the measured peak by which a prediction may be wrong.
@@ -37,10 +38,10 @@ struct Case {
     kind: Kind,
     /// What is special about the adapters.
     adapters: Option<fn(&mut LoraConfig)>,
-    /// Rows of a batch, tokens of the longest row, and positions of packed rows.
+    /// Rows of a batch, tokens of the longest row, and how rows lie.
     rows: usize,
     length: usize,
-    packed: Option<usize>,
+    arrangement: Arrangement,
     accumulation: usize,
     placement: fn(layers: usize) -> Placement,
     at_once: Option<usize>,
@@ -159,7 +160,7 @@ const ADAPTED: Case = Case {
     adapters: Some(plain),
     rows: 4,
     length: 64,
-    packed: None,
+    arrangement: Arrangement::Padded,
     accumulation: 1,
     placement: keep,
     at_once: None,
@@ -180,7 +181,7 @@ const DORA: Case = Case { name: "DoRA", adapters: Some(dora), ..ADAPTED };
 const ROWS: Case = Case { name: "rows of tokens", adapters: Some(token_rows), ..ADAPTED };
 const PISSA: Case = Case { name: "PiSSA", adapters: Some(pissa), ..ADAPTED };
 
-const CASES: [Case; 62] = [
+const CASES: [Case; 64] = [
     ADAPTED,
     Case { name: "adapters, short", length: 24, rows: 2, ..ADAPTED },
     Case { name: "adapters, bf16", kind: Kind::BFloat16, ..ADAPTED },
@@ -192,7 +193,14 @@ const CASES: [Case; 62] = [
         length: 100,
         ..ADAPTED
     },
-    Case { name: "adapters, packed", packed: Some(64), length: 25, ..ADAPTED },
+    Case { name: "adapters, packed", arrangement: Packed(64), length: 25, ..ADAPTED },
+    Case { name: "adapters, without padding", arrangement: PaddingFree, ..ADAPTED },
+    Case {
+        name: "adapters, without padding, two rows at a time",
+        arrangement: PaddingFree,
+        at_once: Some(2),
+        ..ADAPTED
+    },
     Case { name: "adapters, two rows at a time", at_once: Some(2), ..ADAPTED },
     Case { name: "adapters, recomputed", placement: recompute, ..ADAPTED },
     Case { name: "adapters, mixed plan", placement: mixed, accumulation: 2, ..ADAPTED },
@@ -227,7 +235,7 @@ const CASES: [Case; 62] = [
     Case {
         name: "DoRA, packed, no dropout",
         adapters: Some(dora_alone),
-        packed: Some(64),
+        arrangement: Packed(64),
         length: 25,
         ..DORA
     },
@@ -341,7 +349,8 @@ fn batches(case: &Case) -> MaskedBatches {
     let objective = config(case).objective.preference().unwrap();
     let grouping = objective.map_or(Grouping::Rows, |objective| objective.grouping());
     let batch = case.rows / grouping.rows();
-    let layout = Layout { batch, packed: case.packed, shuffle: Some(3), grouping, ..Layout::default() };
+    let layout =
+        Layout { batch, arrangement: case.arrangement, shuffle: Some(3), grouping, ..Layout::default() };
     MaskedBatches::new((0..6 * case.rows).map(row).collect(), layout, Device::Cpu).unwrap()
 }
 

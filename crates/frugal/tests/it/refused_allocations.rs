@@ -31,7 +31,7 @@ impl Training {
         let recipe = Recipe::new(config).ok()?;
         let layout = Layout {
             batch: config.training.batch,
-            packed: config.data.packing,
+            arrangement: config.data.arrangement(usize::MAX),
             shuffle: Some(1),
             ..Layout::default()
         };

@@ -64,7 +64,7 @@ fn offloaded(config: &mut Config, method: OffloadMethod) {
 /// The group of the technique that gives rows other weights.
 pub(crate) const WEIGHTS: &str = "weights";
 
-pub(crate) const TECHNIQUES: [Technique; 34] = [
+pub(crate) const TECHNIQUES: [Technique; 35] = [
     Technique {
         name: "LoRA",
         group: "adapter",
@@ -305,5 +305,11 @@ pub(crate) const TECHNIQUES: [Technique; 34] = [
         group: "packing",
         promise: Promise::Within(1e-5),
         set: |config, _| config.data.packing = Some(24),
+    },
+    Technique {
+        name: "padded rows",
+        group: "packing",
+        promise: Promise::Within(1e-5),
+        set: |config, _| config.data.padding_free = false,
     },
 ];

@@ -7,7 +7,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::mismatched::Mismatched;
 use super::weights;
-use super::{Grouping, Layout, MaskedBatches, MaskedRow, positions};
+use super::{Arrangement, Grouping, Layout, MaskedBatches, MaskedRow, positions};
 use crate::error::Result;
 
 /// A row of a batch, or one of those that share a packed row.
@@ -64,9 +64,10 @@ impl MaskedBatches {
                         .transpose()?,
                 });
             }
-            match self.is_packed() {
-                true => rows.push(together),
-                false => rows.extend(together.into_iter().map(|item| vec![item])),
+            match (self.layout.arrangement, rows.last_mut()) {
+                (Arrangement::Padded, _) => rows.extend(together.into_iter().map(|item| vec![item])),
+                (Arrangement::PaddingFree, Some(row)) => row.extend(together),
+                (Arrangement::PaddingFree, None) | (Arrangement::Packed(_), _) => rows.push(together),
             }
         }
         let mut batch = assemble(&rows, &self.layout, self.device)?;
@@ -90,10 +91,18 @@ impl MaskedBatches {
     }
 }
 
-/// Returns the batch of rows. Each row has the tokens of one item, or of several if rows are packed.
+/// Positions of a batch without padding are padded to a multiple on a GPU.
+const MULTIPLE: usize = 64;
+
+/// Returns the batch of rows. Each row has the tokens of one item, or of several unless rows are padded.
 pub(crate) fn assemble(rows: &[Vec<Item>], layout: &Layout, device: Device) -> Result<Batch> {
-    let widest = rows.iter().flatten().map(|item| positions(&item.row)).max().unwrap_or(0);
-    let length = layout.packed.unwrap_or(widest);
+    let widths = rows.iter().map(|items| items.iter().map(|item| positions(&item.row)).sum());
+    let widest: usize = widths.max().unwrap_or(0);
+    let length = match layout.arrangement {
+        Arrangement::Packed(capacity) => capacity,
+        Arrangement::PaddingFree if device.is_cuda() => widest.next_multiple_of(MULTIPLE),
+        Arrangement::PaddingFree | Arrangement::Padded => widest,
+    };
     let mut counts = Counts::default();
     let (mut tokens, mut labels, mut places, mut lengths) = (vec![], vec![], vec![], vec![]);
     let (mut padding, mut sequences) = (Vec::new(), SequencesOfBatch::default());
@@ -131,9 +140,9 @@ pub(crate) fn assemble(rows: &[Vec<Item>], layout: &Layout, device: Device) -> R
     let tensor = |values: &[i64]| -> Result<Tensor> {
         Ok(Tensor::f_from_slice(values)?.f_reshape(shape)?.f_to_device(device)?)
     };
-    let packing = match layout.packed {
-        None => None,
-        Some(_) => {
+    let packing = match layout.arrangement {
+        Arrangement::Padded => None,
+        arrangement => {
             let documents = Documents::new(&lengths, device)?;
             Some(Packing {
                 positions: tensor(&places)?,
@@ -141,6 +150,7 @@ pub(crate) fn assemble(rows: &[Vec<Item>], layout: &Layout, device: Device) -> R
                 cu_seqlens: documents.cu_seqlens().shallow_clone(),
                 starts: documents.starts().to_vec(),
                 longest: documents.longest(),
+                is_padding_free: arrangement == Arrangement::PaddingFree,
             })
         }
     };

@@ -5,7 +5,7 @@
 //! the answers of one prompt follow each other, or are half of the data apart; with this distance they do not meet.
 
 use super::batch::Item;
-use super::{MaskedBatches, MaskedRow};
+use super::{Arrangement, MaskedBatches, MaskedRow};
 use crate::error::Result;
 
 /// The golden section.
@@ -54,10 +54,12 @@ impl<'a> Mismatched<'a> {
         rows.row(first % rows.len())
     }
 
-    /// The rows of the batch: each has one of them, or as many as fit if rows are packed.
+    /// The rows of the batch: each has one of them, all, or as many as fit if rows are packed.
     pub(super) fn rows(self) -> Vec<Vec<Item>> {
-        let Some(capacity) = self.batches.layout.packed else {
-            return self.items.into_iter().map(|item| vec![item]).collect();
+        let capacity = match self.batches.layout.arrangement {
+            Arrangement::Padded => return self.items.into_iter().map(|item| vec![item]).collect(),
+            Arrangement::PaddingFree => return vec![self.items],
+            Arrangement::Packed(capacity) => capacity,
         };
         let mut rows: Vec<(usize, Vec<Item>)> = Vec::new();
         for item in self.items {

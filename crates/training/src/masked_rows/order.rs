@@ -8,7 +8,7 @@ use dataloading::permutation::Permutation;
 use dataloading::{PackingConfig, PackingPlan};
 
 use super::sizes::positions_of;
-use super::{Grouping, Layout, MaskedBatches, MaskedRows, Mixture, refuse};
+use super::{Arrangement, Grouping, Layout, MaskedBatches, MaskedRows, Mixture, refuse};
 use crate::error::Result;
 
 impl MaskedBatches {
@@ -30,7 +30,11 @@ impl MaskedBatches {
             .map(|unit| Ok((Reverse(self.size_of(unit)?.0), unit)))
             .collect::<Result<Vec<_>>>()?;
         units.sort_by_key(|(length, _)| *length);
-        Ok(Some(units[before..before + rows].iter().map(|(_, unit)| *unit).collect()))
+        let units: Vec<usize> = units.into_iter().map(|(_, unit)| unit).collect();
+        Ok(Some(match self.layout.arrangement {
+            Arrangement::PaddingFree => dealt(&units, batches.iter().map(Vec::len).collect(), at),
+            Arrangement::Padded | Arrangement::Packed(_) => units[before..before + rows].to_vec(),
+        }))
     }
 
     /// The units of the batch at a position, in the epoch's order; `None` after the last epoch.
@@ -79,6 +83,27 @@ impl MaskedBatches {
     }
 }
 
+/// Deals units, the longest first, to batches of `sizes` units, from the first batch to the last and back in turn, so that the sums of their
+/// lengths differ little. Returns those of batch `at`, the longest first.
+fn dealt(units: &[usize], mut sizes: Vec<usize>, at: usize) -> Vec<usize> {
+    let (mut own, mut units, mut forwards) = (Vec::with_capacity(sizes[at]), units.iter(), true);
+    while sizes[at] > 0 {
+        for turn in 0..sizes.len() {
+            let batch = if forwards { turn } else { sizes.len() - 1 - turn };
+            if sizes[batch] == 0 {
+                continue;
+            }
+            sizes[batch] -= 1;
+            let unit = units.next();
+            if batch == at {
+                own.extend(unit);
+            }
+        }
+        forwards = !forwards;
+    }
+    own
+}
+
 /// The number of groups of rows before each source, and in all.
 pub(super) fn units_of_groups(rows: &MaskedRows, grouping: Grouping) -> Vec<usize> {
     let groups = rows.sources().map(|rows| rows / grouping.rows());
@@ -94,7 +119,7 @@ pub(super) fn units_of_groups(rows: &MaskedRows, grouping: Grouping) -> Vec<usiz
 /// before each source, and in all.
 pub(super) fn packed(rows: &MaskedRows, layout: &Layout) -> Result<(Option<Assignment>, Vec<usize>)> {
     let groups = units_of_groups(rows, layout.grouping);
-    let Some(capacity) = layout.packed else { return Ok((None, groups)) };
+    let Some(capacity) = layout.arrangement.capacity() else { return Ok((None, groups)) };
     let options = PackingConfig { capacity, algorithm: Algorithm::default(), long: LongDocuments::Drop };
     let mut all = Assignment { pieces: Vec::new(), offsets: vec![0] };
     let mut sources = vec![0];

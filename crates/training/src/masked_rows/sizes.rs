@@ -5,7 +5,7 @@ use std::collections::BinaryHeap;
 
 use dataloading::Batch;
 
-use super::{MaskedBatches, MaskedRow, RowSize};
+use super::{Arrangement, MaskedBatches, MaskedRow, RowSize};
 use crate::error::Result;
 
 /// The sizes of a batch.
@@ -13,8 +13,10 @@ use crate::error::Result;
 pub struct BatchShape {
     /// Rows.
     pub rows: usize,
-    /// Positions of each, padding included.
+    /// Positions of each, padding included; of rows without padding the mean, rounded up.
     pub length: usize,
+    /// Positions of the longest row.
+    pub longest: usize,
     /// Positions with a label.
     pub labelled: usize,
 }
@@ -42,31 +44,39 @@ impl MaskedBatches {
         self.batch(&widest.falling().into_iter().map(|(_, Reverse(number))| number).collect::<Vec<_>>())
     }
 
-    /// Returns sizes that no batch exceeds: the length of the longest row, and as many labels as the rows with the most labels have.
+    /// Returns sizes that no batch exceeds: those of the longest rows, and as many labels as the rows with the most labels have.
     ///
     /// # Errors
     /// A file that cannot be read.
     pub fn largest_shape(&self) -> Result<BatchShape> {
-        let (mut labels, mut widest) = (Greatest::new(self.layout.batch), 0);
+        let (mut labels, mut widths) = (Greatest::new(self.layout.batch), Greatest::new(self.layout.batch));
         for number in 0..self.units() {
             let (width, learned) = self.size_of(number)?;
             labels.add(learned);
-            widest = widest.max(width);
+            widths.add(width);
         }
-        Ok(BatchShape {
-            rows: self.layout.batch.min(self.units()) * self.rows_of_unit(),
-            length: self.layout.packed.unwrap_or(widest),
-            labelled: labels.falling().into_iter().sum(),
-        })
+        Ok(self.shape(&widths.falling(), labels.falling().into_iter().sum()))
     }
 
-    /// Returns the positions and the labels of a unit: of its longest row, unless its rows are packed.
+    /// The sizes of a batch of units with these positions, and so many labels.
+    fn shape(&self, widths: &[usize], labelled: usize) -> BatchShape {
+        let rows = widths.len() * self.rows_of_unit();
+        let longest =
+            self.layout.arrangement.capacity().or_else(|| widths.iter().copied().max()).unwrap_or(0);
+        let length = match self.layout.arrangement {
+            Arrangement::PaddingFree => widths.iter().sum::<usize>().div_ceil(rows.max(1)),
+            Arrangement::Padded | Arrangement::Packed(_) => longest,
+        };
+        BatchShape { rows, length, longest, labelled }
+    }
+
+    /// Returns the positions and the labels of a unit: of its longest row, if rows are padded.
     pub(super) fn size_of(&self, unit: usize) -> Result<(usize, usize)> {
         self.unit(unit).try_fold((0, 0), |(width, labels), row| {
             let size = self.rows.size(row)?;
             let positions = positions_of(size);
             let learned = if self.layout.grouping.learns_prompt(row) { positions } else { size.learned };
-            let width = if self.is_packed() { width + positions } else { width.max(positions) };
+            let width = if self.holds_documents() { width + positions } else { width.max(positions) };
             Ok((width, labels + learned))
         })
     }
@@ -78,15 +88,11 @@ impl MaskedBatches {
                 Ok(numbers) => numbers,
                 Err(error) => return Some(Err(error)),
             };
-            let (mut widest, mut labelled) = (0, 0);
-            for number in &numbers {
-                match self.size_of(*number) {
-                    Ok((width, labels)) => (widest, labelled) = (widest.max(width), labelled + labels),
-                    Err(error) => return Some(Err(error)),
-                }
-            }
-            let length = self.layout.packed.unwrap_or(widest);
-            Some(Ok(BatchShape { rows: numbers.len() * self.rows_of_unit(), length, labelled }))
+            let sizes = numbers.iter().map(|number| self.size_of(*number)).collect::<Result<Vec<_>>>();
+            Some(sizes.map(|sizes| {
+                let (widths, labels): (Vec<usize>, Vec<usize>) = sizes.into_iter().unzip();
+                self.shape(&widths, labels.into_iter().sum())
+            }))
         })
     }
 }

@@ -19,13 +19,16 @@ fn rows() -> Vec<MaskedRow> {
 
 const PADDED: Layout = Layout {
     batch: 4,
-    packed: None,
+    arrangement: Arrangement::Padded,
     pad: 7,
     shuffle: Some(3),
     by_length: 1,
     epochs: Some(2),
     grouping: Grouping::Rows,
 };
+
+const PACKED: Layout = Layout { arrangement: Arrangement::Packed(9), ..PADDED };
+const PADDING_FREE: Layout = Layout { arrangement: Arrangement::PaddingFree, ..PADDED };
 
 fn numbers(tensor: &Tensor) -> Vec<Vec<i64>> {
     Vec::try_from(tensor).unwrap()
@@ -55,23 +58,40 @@ fn every_answer_is_predicted_once_an_epoch_padded_and_packed() {
         }
     }
     let by_length = Layout { by_length: 2, ..PADDED };
-    for layout in
-        [PADDED, Layout { packed: Some(9), ..PADDED }, Layout { shuffle: None, ..PADDED }, by_length]
-    {
+    for layout in [
+        PADDED,
+        PACKED,
+        PADDING_FREE,
+        Layout { shuffle: None, ..PADDED },
+        by_length,
+        Layout { by_length: 3, ..PADDING_FREE },
+        PADDING_FREE.of_evaluation(),
+    ] {
         let mut source = MaskedBatches::new(rows(), layout, Device::Cpu).unwrap();
+        let epochs = layout.epochs.unwrap() as usize;
+        let expected = expected.iter().map(|(pair, _)| (*pair, epochs)).collect();
         assert_eq!(pairs(&mut source), expected, "{layout:?}");
     }
 }
 
 #[test]
 fn sizes_are_those_of_the_batches() {
-    for layout in [PADDED, Layout { packed: Some(9), ..PADDED }, Layout { by_length: 4, ..PADDED }] {
+    let [sorted, dealt] = [PADDED, PADDING_FREE].map(|layout| Layout { by_length: 4, ..layout });
+    for layout in [PADDED, PACKED, PADDING_FREE, sorted, dealt] {
         let mut source = MaskedBatches::new(rows(), layout, Device::Cpu).unwrap();
         let shapes: Vec<BatchShape> = source.shapes(u64::MAX / 2).collect::<Result<_>>().unwrap();
         for shape in &shapes {
             let batch = source.next().unwrap().unwrap();
             let size = batch.tokens.size();
-            assert_eq!([shape.rows as i64, shape.length as i64], size[..]);
+            match &batch.packing {
+                Some(packing) if packing.is_padding_free => {
+                    assert_eq!(packing.starts.len() - 1, shape.rows);
+                    assert_eq!(packing.longest, shape.longest as i64);
+                    assert_eq!(size, [1, batch.counts.tokens as i64]);
+                    assert_eq!(shape.length, batch.counts.tokens.div_ceil(shape.rows));
+                }
+                _ => assert_eq!([shape.rows as i64, shape.length as i64], size[..]),
+            }
             assert_eq!(shape.labelled, batch.counts.targets);
         }
         assert!(source.next().unwrap().is_none() && source.shapes(5).next().is_none());
@@ -80,7 +100,7 @@ fn sizes_are_those_of_the_batches() {
 
 #[test]
 fn packed_rows_have_document_boundaries() {
-    let layout = Layout { packed: Some(9), shuffle: None, batch: 100, ..PADDED };
+    let layout = Layout { shuffle: None, batch: 100, ..PACKED };
     let mut source = MaskedBatches::new(rows(), layout, Device::Cpu).unwrap();
     assert!(source.units() < 6, "{:?}", source.together);
     let batch = source.next().unwrap().unwrap();
@@ -109,6 +129,7 @@ fn batches_resume_and_epochs_differ() {
         Layout { batch: 3, ..PADDED },
         Layout { shuffle: Some(4), ..PADDED },
         Layout { by_length: 2, ..PADDED },
+        PADDING_FREE,
     ] {
         let mut other = MaskedBatches::new(rows(), layout, Device::Cpu).unwrap();
         assert!(other.resume(&state).unwrap_err().to_string().contains("same data"), "{layout:?}");
@@ -120,7 +141,9 @@ fn options_without_batches_are_refused() {
     let silent = vec![row(1, 3, 0)];
     assert!(MaskedBatches::new(silent, PADDED, Device::Cpu).is_err());
     assert!(MaskedBatches::new(rows(), Layout { batch: 0, ..PADDED }, Device::Cpu).is_err());
-    let error = MaskedBatches::new(rows(), Layout { packed: Some(4), ..PADDED }, Device::Cpu).unwrap_err();
+    let error =
+        MaskedBatches::new(rows(), Layout { arrangement: Arrangement::Packed(4), ..PADDED }, Device::Cpu)
+            .unwrap_err();
     assert!(error.to_string().contains("packed rows have 4"), "{error}");
 }
 
@@ -154,4 +177,25 @@ fn a_step_has_the_same_rows_by_length_with_less_padding() {
         }
     }
     assert!(padding[1] < padding[0], "{padding:?}");
+}
+
+/// The batches of a step without padding have its rows, and about as many positions each.
+#[test]
+fn rows_without_padding_are_dealt_to_the_batches_of_a_step() {
+    let rows: Vec<MaskedRow> =
+        (0..24).map(|number| row(100 * (number + 1), 2, 1 + 3 * number as usize)).collect();
+    let layout = Layout { batch: 8, epochs: Some(1), ..PADDING_FREE };
+    let positions = |by_length: usize| {
+        let source = MaskedBatches::new(rows.clone(), Layout { by_length, ..layout }, Device::Cpu).unwrap();
+        let shapes = source.shapes(3).collect::<Result<Vec<_>>>().unwrap();
+        assert!(shapes.iter().all(|shape| shape.rows == 8));
+        shapes.iter().map(|shape| shape.rows * shape.length).collect::<Vec<_>>()
+    };
+    let spread = |positions: &[usize]| positions.iter().max().unwrap() - positions.iter().min().unwrap();
+    let (drawn, dealt) = (positions(1), positions(3));
+    // Lengths differ by 3: the batches by at most the longest row less the shortest, here by one difference and the rounding of the mean.
+    assert!(spread(&dealt) <= 3 + 8 && spread(&drawn) > 2 * spread(&dealt), "{drawn:?} {dealt:?}");
+    let mut batch = MaskedBatches::new(rows.clone(), Layout { by_length: 3, ..layout }, Device::Cpu).unwrap();
+    let packing = batch.next().unwrap().unwrap().packing.unwrap();
+    assert!(packing.starts.windows(3).all(|at| at[1] - at[0] >= at[2] - at[1]), "the longest first");
 }

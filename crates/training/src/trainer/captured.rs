@@ -402,6 +402,7 @@ fn static_batch(batch: &Batch) -> Result<Batch> {
             cu_seqlens: Tensor::f_zeros([starts as i64], (Kind::Int, device))?,
             starts: Vec::new(),
             longest: batch.tokens.size().last().copied().unwrap_or(0),
+            is_padding_free: packing.is_padding_free,
         })
     });
     let counts = Counts { targets: signature.labelled, ..batch.counts };

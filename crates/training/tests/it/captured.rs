@@ -92,6 +92,7 @@ impl Batches for Packed {
                 cu_seqlens: Tensor::from_slice(&starts),
                 starts,
                 longest,
+                is_padding_free: false,
             }),
             padding: Vec::new(),
             sequences: None,

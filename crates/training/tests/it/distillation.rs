@@ -12,6 +12,7 @@ use training::accumulation::fetch;
 use training::checkpoint::Checkpoints;
 use training::distillation::{Distillation, write_top_k};
 use training::evaluation::Evaluation;
+use training::masked_rows::Arrangement::{self, Packed, Padded, PaddingFree};
 use training::masked_rows::{Layout, MaskedBatches, MaskedRow, TopKFile, TopKHeader};
 use training::observer::{Collect, Observer};
 use training::optimizer::{AdamW, DeviceOptimizer, Group};
@@ -47,15 +48,15 @@ fn rows() -> Vec<MaskedRow> {
         .collect()
 }
 
-fn batches(batch: usize, packed: Option<usize>) -> MaskedBatches {
-    let layout = Layout { batch, packed, epochs: Some(1), ..Layout::default() };
+fn batches(batch: usize, arrangement: Arrangement) -> MaskedBatches {
+    let layout = Layout { batch, arrangement, epochs: Some(1), ..Layout::default() };
     MaskedBatches::new(rows(), layout, Device::Cpu).unwrap()
 }
 
 /// The mean loss of all rows, its parts, and the gradients.
-fn run(batch: usize, packed: Option<usize>) -> ([f64; 3], Vec<Tensor>) {
+fn run(batch: usize, arrangement: Arrangement) -> ([f64; 3], Vec<Tensor>) {
     let (student, distillation) = (model(16, 1, 3), distillation());
-    let step = fetch(&mut batches(batch, packed), usize::MAX).unwrap().unwrap();
+    let step = fetch(&mut batches(batch, arrangement), usize::MAX).unwrap().unwrap();
     let mut sums = [0.0; 3];
     for batch in &step.batches {
         let loss = distillation.forward(&student, batch, (true, false), (None, None)).unwrap();
@@ -72,17 +73,18 @@ fn run(batch: usize, packed: Option<usize>) -> ([f64; 3], Vec<Tensor>) {
 
 #[test]
 fn a_step_has_one_loss_in_every_layout() {
-    let (whole, gradients) = run(8, None);
+    let (whole, gradients) = run(8, Padded);
     assert!((whole[0] - (0.25 * whole[2] + 0.75 * whole[1])).abs() < 1e-6, "{whole:?}");
     assert!(whole[1] > 0.01, "{whole:?}");
-    for (batch, packed) in [(1, None), (3, None), (2, Some(16)), (1, Some(40))] {
-        let (sums, own) = run(batch, packed);
+    for (batch, arrangement) in [(1, Padded), (3, Padded), (3, PaddingFree), (2, Packed(16)), (1, Packed(40))]
+    {
+        let (sums, own) = run(batch, arrangement);
         for (own, whole) in sums.iter().zip(whole) {
-            assert!((own - whole).abs() < 1e-6, "{batch} {packed:?}: {own} {whole}");
+            assert!((own - whole).abs() < 1e-6, "{batch} {arrangement:?}: {own} {whole}");
         }
         for (own, whole) in own.iter().zip(&gradients) {
             let error = (own - whole).abs().max().double_value(&[]);
-            assert!(error < 1e-6, "{batch} {packed:?}: {error:e}");
+            assert!(error < 1e-6, "{batch} {arrangement:?}: {error:e}");
         }
     }
 }
@@ -125,7 +127,7 @@ fn weights(model: &dyn LanguageModel) -> Vec<Tensor> {
 fn a_training_that_was_resumed_has_the_bits_of_one_that_was_not() {
     let [whole_folder, folder] = [(); 2].map(|()| tempfile::tempdir().unwrap());
     let (mut whole, records, evaluations) = trainer(whole_folder.path(), 6);
-    assert_eq!(whole.run(&mut endless(), Some(&mut batches(4, None))).unwrap(), StopReason::Completed);
+    assert_eq!(whole.run(&mut endless(), Some(&mut batches(4, Padded))).unwrap(), StopReason::Completed);
     let records = records.take();
     for record in &records {
         let own = record.distilled.unwrap();
@@ -161,7 +163,7 @@ fn a_training_that_was_resumed_has_the_bits_of_one_that_was_not() {
 /// The forward divergence of a student from a teacher of the same weights has no gradient, and the labels alone have that of an ordinary step.
 #[test]
 fn the_ends_of_the_mixture_are_the_teacher_and_the_labels() {
-    let mut source = batches(8, None);
+    let mut source = batches(8, Padded);
     let batch = source.next().unwrap().unwrap();
     let of = |teacher: Llama, label_weight: f64| {
         let config = DistillationConfig { label_weight, ..DistillationConfig::default() };
@@ -206,13 +208,13 @@ fn header(rows: &MaskedBatches, k: usize) -> TopKHeader {
 }
 
 /// The loss of all rows with the tokens of a file, and the gradients, over batches of so many rows.
-fn run_with_file(k: usize, batch: usize, packed: Option<usize>) -> (f64, Vec<Tensor>) {
+fn run_with_file(k: usize, batch: usize, arrangement: Arrangement) -> (f64, Vec<Tensor>) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("rows.top-k");
-    let mut source = batches(batch, packed);
+    let mut source = batches(batch, arrangement);
     let header = header(&source, k);
     // Written from rows in other batches.
-    write_top_k(&model(24, 2, 5), &batches(3, None), &path, &header).unwrap();
+    write_top_k(&model(24, 2, 5), &batches(3, Padded), &path, &header).unwrap();
     source = source.with_top_k(TopKFile::open(&path, &header, 8).unwrap());
     let config = DistillationConfig { divergence: Divergence::ForwardKl, ..CONFIG };
     let (student, distillation) = (model(16, 1, 3), Distillation::from_files(config).unwrap());
@@ -232,7 +234,7 @@ fn run_with_teacher() -> (f64, Vec<Tensor>) {
     let config = DistillationConfig { divergence: Divergence::ForwardKl, ..CONFIG };
     let student = model(16, 1, 3);
     let distillation = Distillation::new(Box::new(model(24, 2, 5)), config).unwrap();
-    let step = fetch(&mut batches(8, None), usize::MAX).unwrap().unwrap();
+    let step = fetch(&mut batches(8, Padded), usize::MAX).unwrap().unwrap();
     let loss = distillation.forward(&student, &step.batches[0], (true, false), (None, None)).unwrap();
     runtime::autograd::backward(&[&(&loss.sum / step.targets as f64)]).unwrap();
     let gradients = module::trainable(&student).iter().map(|(_, tensor)| tensor.grad()).collect();
@@ -243,20 +245,21 @@ fn run_with_teacher() -> (f64, Vec<Tensor>) {
 #[test]
 fn a_file_of_a_teachers_tokens_is_the_teacher() {
     let (exact, gradients) = run_with_teacher();
-    let (all, own) = run_with_file(16, 8, None);
+    let (all, own) = run_with_file(16, 8, Padded);
     assert!((all - exact).abs() < 2e-3 * exact.abs(), "{all} {exact}");
     for (own, exact) in own.iter().zip(&gradients) {
         let (error, largest) =
             ((own - exact).abs().max().double_value(&[]), exact.abs().max().double_value(&[]));
         assert!(error < 5e-3 * largest.max(1e-2), "{error:e} of {largest:e}");
     }
-    let (some, of_some) = run_with_file(5, 8, None);
+    let (some, of_some) = run_with_file(5, 8, Padded);
     assert!(some < exact + 1e-3 && some > 0.0, "{some} {exact}");
-    for (batch, packed) in [(1, None), (3, None), (2, Some(16)), (1, Some(40))] {
-        let (loss, own) = run_with_file(5, batch, packed);
-        assert!((loss - some).abs() < 1e-6, "{batch} {packed:?}: {loss} {some}");
+    for (batch, arrangement) in [(1, Padded), (3, Padded), (3, PaddingFree), (2, Packed(16)), (1, Packed(40))]
+    {
+        let (loss, own) = run_with_file(5, batch, arrangement);
+        assert!((loss - some).abs() < 1e-6, "{batch} {arrangement:?}: {loss} {some}");
         for (own, expected) in own.iter().zip(&of_some) {
-            assert!((own - expected).abs().max().double_value(&[]) < 1e-6, "{batch} {packed:?}");
+            assert!((own - expected).abs().max().double_value(&[]) < 1e-6, "{batch} {arrangement:?}");
         }
     }
 }
@@ -265,7 +268,7 @@ fn a_file_of_a_teachers_tokens_is_the_teacher() {
 fn a_file_of_something_else_is_refused_by_its_field() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("rows.top-k");
-    let rows = batches(8, None);
+    let rows = batches(8, Padded);
     let own = TopKHeader { teacher: "digest".to_owned(), ..header(&rows, 3) };
     write_top_k(&model(24, 2, 5), &rows, &path, &own).unwrap();
     // Any teacher's, or this one's.

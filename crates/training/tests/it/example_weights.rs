@@ -9,6 +9,7 @@ use runtime::autograd::set_grad;
 use tch::{Device, Kind, Tensor};
 use training::accumulation::{fetch, forward};
 use training::distillation::Distillation;
+use training::masked_rows::Arrangement::{self, Packed, Padded, PaddingFree};
 use training::masked_rows::{Grouping, Layout, MaskedBatches, MaskedRow, MaskedRows};
 use training::preference::{Objective, Preference};
 use training::{Batches, evaluation, preference};
@@ -84,11 +85,17 @@ fn step(rows: Vec<MaskedRow>, layout: Layout, at_a_time: Option<usize>) -> (f64,
 fn a_weight_is_a_number_of_rows() {
     let one = Layout { batch: 100, epochs: Some(1), ..Layout::default() };
     let expected = step(repeated(1), one, None);
-    for (batch, packed, at_a_time) in
-        [(100, None, None), (2, None, None), (1, Some(12), None), (2, Some(20), Some(1)), (4, None, Some(3))]
-    {
-        let layout = Layout { batch, packed, ..one };
-        let what = format!("{batch} {packed:?} {at_a_time:?}");
+    for (batch, arrangement, at_a_time) in [
+        (100, Padded, None),
+        (2, Padded, None),
+        (3, PaddingFree, None),
+        (1, Packed(12), None),
+        (2, Packed(20), Some(1)),
+        (4, Padded, Some(3)),
+        (4, PaddingFree, Some(3)),
+    ] {
+        let layout = Layout { batch, arrangement, ..one };
+        let what = format!("{batch} {arrangement:?} {at_a_time:?}");
         assert_close(&what, &step(weighted(1, 1.0), layout, at_a_time), &expected, 1e-12);
         // A factor of all weights changes nothing; weights are in fp32.
         assert_close(&what, &step(weighted(1, 0.3), layout, at_a_time), &expected, 1e-6);
@@ -126,8 +133,8 @@ fn a_weight_is_a_number_of_taught_rows() {
 
 #[test]
 fn an_evaluation_is_the_weighted_mean() {
-    for (batch, packed) in [(2, None), (1, Some(12))] {
-        let layout = Layout { batch, packed, ..Layout::default() }.of_evaluation();
+    for (batch, arrangement) in [(2, Padded), (2, PaddingFree), (1, Packed(12))] {
+        let layout = Layout { batch, arrangement, ..Layout::default() }.of_evaluation();
         let evaluate = |rows| {
             let mut source = MaskedBatches::new(rows, layout, Device::Cpu).unwrap();
             evaluation::evaluate(&model(), &mut source, 0).unwrap()
@@ -162,11 +169,11 @@ fn a_weight_is_a_number_of_pairs_or_rated_answers() {
             rows.into_iter().map(|row| MaskedRow { weight: row.weight * sign(row.clone()), ..row }).collect()
         };
         let of_example = if is_rated { 1 } else { 2 };
-        let run = |rows: Vec<MaskedRow>, batch: usize, packed: Option<usize>| {
+        let run = |rows: Vec<MaskedRow>, batch: usize, arrangement: Arrangement| {
             let model = model();
             let layout = Layout {
                 batch,
-                packed,
+                arrangement,
                 grouping: objective.grouping(),
                 epochs: Some(1),
                 ..Layout::default()
@@ -193,10 +200,12 @@ fn a_weight_is_a_number_of_pairs_or_rated_answers() {
             let evaluated = preference::evaluate(&preference, &model, &mut again, 0, None).unwrap();
             (loss, gradients(&model), evaluated.loss)
         };
-        let expected = run(repeated(of_example), 100, None);
-        for (batch, packed) in [(100, None), (2, None), (1, Some(20)), (3, Some(40))] {
-            let own = run(weighted(of_example, 1.0), batch, packed);
-            let what = format!("{objective:?} {batch} {packed:?}");
+        let expected = run(repeated(of_example), 100, Padded);
+        for (batch, arrangement) in
+            [(100, Padded), (2, Padded), (2, PaddingFree), (1, Packed(20)), (3, Packed(40))]
+        {
+            let own = run(weighted(of_example, 1.0), batch, arrangement);
+            let what = format!("{objective:?} {batch} {arrangement:?}");
             // Losses of sequences are in fp32.
             assert_close(
                 &what,

@@ -10,6 +10,7 @@ use serde::Deserialize;
 use tch::{Device, Kind, Tensor, kind::FLOAT_CPU};
 use training::Batches;
 use training::accumulation::fetch;
+use training::masked_rows::Arrangement::{self, Packed, Padded, PaddingFree};
 use training::masked_rows::{Grouping, Layout, MaskedBatches, MaskedRow};
 use training::observer::Collect;
 use training::optimizer::{AdamW, DeviceOptimizer, Group};
@@ -54,9 +55,9 @@ fn model() -> Llama {
     Llama::new(&DecoderConfig::llama(16, 16, 24, 2, 2), FLOAT_CPU).unwrap()
 }
 
-fn batches(objective: &Objective, batch: usize, packed: Option<usize>) -> MaskedBatches {
+fn batches(objective: &Objective, batch: usize, arrangement: Arrangement) -> MaskedBatches {
     let layout =
-        Layout { batch, packed, grouping: objective.grouping(), epochs: Some(1), ..Layout::default() };
+        Layout { batch, arrangement, grouping: objective.grouping(), epochs: Some(1), ..Layout::default() };
     MaskedBatches::new(pairs(), layout, Device::Cpu).unwrap()
 }
 
@@ -72,10 +73,10 @@ fn examples(objective: &Objective) -> usize {
 }
 
 /// The loss of all examples, the number of correct ones, the rewards, and the gradients, over batches of so many rows.
-fn run(objective: Objective, batch: usize, packed: Option<usize>) -> (f64, i64, Vec<f64>, Vec<Tensor>) {
+fn run(objective: Objective, batch: usize, arrangement: Arrangement) -> (f64, i64, Vec<f64>, Vec<Tensor>) {
     let model = model();
     let preference = Preference { objective, switch: None };
-    let mut source = batches(&objective, batch, packed).with_reference(reference(&objective)).unwrap();
+    let mut source = batches(&objective, batch, arrangement).with_reference(reference(&objective)).unwrap();
     let step = fetch(&mut source, usize::MAX).unwrap().unwrap();
     assert_eq!(step.examples(), Some(examples(&objective)));
     let divergence: Option<Vec<Tensor>> =
@@ -103,17 +104,29 @@ fn run(objective: Objective, batch: usize, packed: Option<usize>) -> (f64, i64, 
 #[test]
 fn losses_and_gradients_do_not_depend_on_the_layout() {
     for objective in ALL {
-        let (loss, correct, rewards, gradients) = run(objective, 4, None);
-        for (batch, packed) in [(1, None), (3, None), (1, Some(15)), (4, Some(20)), (1, Some(64))] {
-            let other = run(objective, batch, packed);
-            assert!((other.0 - loss).abs() < 1e-5, "{objective:?} {batch} {packed:?}: {} {loss}", other.0);
+        let (loss, correct, rewards, gradients) = run(objective, 4, Padded);
+        for (batch, arrangement) in [
+            (1, Padded),
+            (3, Padded),
+            (1, PaddingFree),
+            (3, PaddingFree),
+            (1, Packed(15)),
+            (4, Packed(20)),
+            (1, Packed(64)),
+        ] {
+            let other = run(objective, batch, arrangement);
+            assert!(
+                (other.0 - loss).abs() < 1e-5,
+                "{objective:?} {batch} {arrangement:?}: {} {loss}",
+                other.0
+            );
             assert_eq!(other.1, correct);
             for (own, other) in rewards.iter().zip(&other.2) {
-                assert!((own - other).abs() < 1e-4, "{objective:?} {batch} {packed:?}");
+                assert!((own - other).abs() < 1e-4, "{objective:?} {batch} {arrangement:?}");
             }
             for (own, other) in gradients.iter().zip(&other.3) {
                 let error = (own - other).abs().max().double_value(&[]);
-                assert!(error < 1e-5, "{objective:?} {batch} {packed:?}: {error:e}");
+                assert!(error < 1e-5, "{objective:?} {batch} {arrangement:?}: {error:e}");
             }
         }
     }
@@ -122,9 +135,10 @@ fn losses_and_gradients_do_not_depend_on_the_layout() {
 #[test]
 fn an_evaluation_is_the_loss_of_all_examples() {
     for objective in ALL {
-        let (loss, correct, ..) = run(objective, 4, None);
+        let (loss, correct, ..) = run(objective, 4, Padded);
         for batch in [1, 3] {
-            let mut source = batches(&objective, batch, None).with_reference(reference(&objective)).unwrap();
+            let mut source =
+                batches(&objective, batch, Padded).with_reference(reference(&objective)).unwrap();
             let preference = Preference { objective, switch: None };
             let found = evaluate(&preference, &model(), &mut source, 7, None).unwrap();
             assert!((found.loss - loss).abs() < 1e-5, "{objective:?}: {} {loss}", found.loss);
@@ -148,14 +162,14 @@ fn against_itself_a_model_has_the_known_losses() {
             Ok(Box::new(()) as Box<dyn Any>)
         });
         let preference = Preference { objective, switch: Some(switch) };
-        let mut source = batches(&objective, 4, None);
+        let mut source = batches(&objective, 4, Padded);
         let found = evaluate(&preference, &model(), &mut source, 0, None).unwrap();
         assert!((found.loss - expected).abs() < 1e-5, "{objective:?}: {}", found.loss);
         assert!(off.swap(false, Ordering::Relaxed));
         // The same, computed before.
-        let all = log_probabilities_of_rows(&model(), &batches(&objective, 2, None), None).unwrap();
+        let all = log_probabilities_of_rows(&model(), &batches(&objective, 2, Padded), None).unwrap();
         let preference = Preference { objective, switch: None };
-        let mut source = batches(&objective, 4, None).with_reference(all).unwrap();
+        let mut source = batches(&objective, 4, Padded).with_reference(all).unwrap();
         let found = evaluate(&preference, &model(), &mut source, 0, None).unwrap();
         assert!((found.loss - expected).abs() < 1e-5, "{objective:?}: {}", found.loss);
     }
@@ -192,7 +206,7 @@ fn a_training_learns_the_order_of_pairs() {
 fn pairs_stay_together() {
     let dpo = ALL[0];
     // Three pairs of at most 9, 10 and 9 positions, in rows of 20.
-    let mut packed = batches(&dpo, 1, Some(20));
+    let mut packed = batches(&dpo, 1, Packed(20));
     let mut seen = 0;
     while let Some(batch) = packed.next().unwrap() {
         let sequences = batch.sequences.unwrap();
@@ -201,7 +215,7 @@ fn pairs_stay_together() {
     }
     assert_eq!(seen, 4);
     // ORPO learns the prompts of chosen rows.
-    let mut orpo = batches(&ALL[5], 4, None);
+    let mut orpo = batches(&ALL[5], 4, Padded);
     let batch = orpo.next().unwrap().unwrap();
     assert_eq!(batch.counts.targets, 5 + 2 + 5 + 4 + 3 + 7 + 5 + 2);
     assert_eq!(batch.sequences.unwrap().chosen_targets, 5 + 5 + 3 + 5);
@@ -224,11 +238,11 @@ fn what_cannot_be_compared_is_refused() {
     let plain = MaskedBatches::new(pairs(), layout, Device::Cpu).unwrap().next().unwrap().unwrap();
     let refused = preference.forward(&model(), &plain, None).unwrap_err().to_string();
     assert!(refused.contains("the batch has no sequences"), "{refused}");
-    let batch = batches(&ALL[0], 2, None).next().unwrap().unwrap();
+    let batch = batches(&ALL[0], 2, Padded).next().unwrap().unwrap();
     let refused = preference.forward(&model(), &batch, None).unwrap_err().to_string();
     assert!(refused.contains("there is none: no adapters"), "{refused}");
     let batch =
-        batches(&ALL[0], 2, None).with_reference(reference(&ALL[0])).unwrap().next().unwrap().unwrap();
+        batches(&ALL[0], 2, Padded).with_reference(reference(&ALL[0])).unwrap().next().unwrap().unwrap();
     let rated = Preference { objective: KTO, switch: None };
     for refused in [rated.forward(&model(), &batch, None).err(), rated.divergence(&model(), &batch).err()] {
         let refused = refused.unwrap().to_string();
@@ -340,7 +354,7 @@ fn mismatched(batch: &dataloading::Batch) -> Vec<(Vec<i64>, Vec<i64>)> {
 fn prompts_are_mismatched_with_the_same_answers_in_every_layout() {
     let mut all = Vec::new();
     for batch in [1, 3, 8] {
-        let (mut source, mut of_rows) = (batches(&KTO, batch, None), Vec::new());
+        let (mut source, mut of_rows) = (batches(&KTO, batch, Padded), Vec::new());
         while let Some(batch) = source.next().unwrap() {
             of_rows.extend(mismatched(&batch));
         }
@@ -376,7 +390,7 @@ fn prompts_are_mismatched_with_the_same_answers_in_every_layout() {
 /// A step's loss has one z₀, whatever its micro-batches: each has more answers of one kind than the step.
 #[test]
 fn a_step_has_one_reference_point() {
-    let run = |batch: usize, accumulation: u64, packed: Option<usize>| {
+    let run = |batch: usize, accumulation: u64, arrangement: Arrangement| {
         let model = model();
         let groups = Group::by_dimension(module::trainable(&model), 5e-3, 0.0);
         let optimizer = DeviceOptimizer::new(AdamW::default(), groups).unwrap();
@@ -386,16 +400,16 @@ fn a_step_has_one_reference_point() {
         trainer.preference = Some(Preference { objective: KTO, switch: None });
         let records = Collect::default();
         trainer.observers.push(Box::new(records.clone()));
-        let layout = Layout { batch, packed, grouping: KTO.grouping(), ..Layout::default() };
+        let layout = Layout { batch, arrangement, grouping: KTO.grouping(), ..Layout::default() };
         let source = MaskedBatches::new(pairs(), layout, Device::Cpu).unwrap();
         // Less probable than by the model, so that z₀ is above 0.
         let low = reference(&KTO).iter().map(|value| 3.0 * value).collect();
         trainer.run(&mut source.with_reference(low).unwrap(), None).unwrap();
         records.take()
     };
-    let whole = run(8, 1, None);
+    let whole = run(8, 1, Padded);
     assert!(whole.iter().any(|step| step.reference_point.unwrap() > 0.0), "{whole:?}");
-    for other in [run(1, 8, None), run(2, 4, None), run(1, 1, Some(64))] {
+    for other in [run(1, 8, Padded), run(2, 4, Padded), run(2, 4, PaddingFree), run(1, 1, Packed(64))] {
         for (own, step) in other.iter().zip(&whole) {
             let close = |own: f64, whole: f64| (own - whole).abs() < 1e-5 * whole.abs().max(1.0);
             assert!(close(own.loss, step.loss) && own.accuracy == step.accuracy, "{own:?} {step:?}");

@@ -1,6 +1,6 @@
 //! Advice where nothing fits.
 
-use accounting::candidates::{Candidate, Ranks, SearchResult};
+use accounting::candidates::{Batch, Candidate, Ranks, SearchResult};
 use accounting::offload::AvailableMemory;
 use accounting::quantity::bytes_text;
 use frugal::Config;
@@ -214,7 +214,8 @@ impl Question<'_> {
     }
 
     fn longest(&self) -> u64 {
-        self.data.largest.iter().map(|(_, batch)| batch.work.sequence).max().unwrap_or(1)
+        let longest = |batch: &Batch| batch.longest.unwrap_or(batch.work.sequence);
+        self.data.largest.iter().map(|(_, batch)| longest(batch)).max().unwrap_or(1)
     }
 
     /// The data with rows of at most `length` positions.
@@ -225,6 +226,7 @@ impl Question<'_> {
             data.largest.iter_mut().map(|(_, batch)| batch).chain([&mut data.mean]).chain(evaluations)
         {
             batch.work.sequence = batch.work.sequence.min(length);
+            batch.longest = batch.longest.map(|longest| longest.min(length));
             let most = batch.work.batch * batch.work.sequence;
             batch.labelled = batch.labelled.map(|labelled| labelled.min(most));
         }

@@ -14,6 +14,7 @@ use gguf::TensorType;
 use models::generation::{GenerationConfig, generate};
 use models::hugging_face::Folder;
 use tch::{Device, Kind};
+use training::masked_rows::Arrangement::Packed;
 
 use super::{ADAPTED, Case, alone, compare_in, dora, files, mixed, pissa, recompute, token_rows};
 use crate::blocks_file::Shape;
@@ -26,7 +27,7 @@ const IN_BLOCKS: Case = Case { name: "blocks", kind: blocks::KIND, chunk: 256, .
 const CASES: [Case; 10] = [
     IN_BLOCKS,
     Case { name: "blocks, no dropout", adapters: Some(alone), length: 24, rows: 2, ..IN_BLOCKS },
-    Case { name: "blocks, packed", packed: Some(64), length: 25, ..IN_BLOCKS },
+    Case { name: "blocks, packed", arrangement: Packed(64), length: 25, ..IN_BLOCKS },
     Case { name: "blocks, recomputed", placement: recompute, length: 100, ..IN_BLOCKS },
     Case { name: "blocks, mixed plan", placement: mixed, accumulation: 2, ..IN_BLOCKS },
     Case { name: "blocks, two rows at a time", at_once: Some(2), ..IN_BLOCKS },

@@ -6,11 +6,12 @@ const DPO: Case = Case { name: "DPO", objective: ObjectiveKind::Dpo, ..ADAPTED }
 const KTO: Case = Case { name: "KTO", objective: ObjectiveKind::Kto, ..ADAPTED };
 const ORPO: Case = Case { name: "ORPO, full", objective: ObjectiveKind::Orpo, ..FULL };
 
-const PAIRS: [Case; 12] = [
+const PAIRS: [Case; 14] = [
     DPO,
     Case { name: "DPO, bf16", kind: Kind::BFloat16, ..DPO },
     Case { name: "DPO, bf16, recomputed", kind: Kind::BFloat16, placement: recompute, length: 100, ..DPO },
-    Case { name: "DPO, packed", packed: Some(64), length: 25, ..DPO },
+    Case { name: "DPO, without padding", arrangement: PaddingFree, ..DPO },
+    Case { name: "DPO, packed", arrangement: Packed(64), length: 25, ..DPO },
     Case {
         name: "DPO, bf16, layers in files",
         kind: Kind::BFloat16,
@@ -20,7 +21,8 @@ const PAIRS: [Case; 12] = [
     },
     KTO,
     Case { name: "KTO, bf16, recomputed", kind: Kind::BFloat16, placement: recompute, length: 100, ..KTO },
-    Case { name: "KTO, packed", packed: Some(64), length: 25, ..KTO },
+    Case { name: "KTO, without padding", arrangement: PaddingFree, ..KTO },
+    Case { name: "KTO, packed", arrangement: Packed(64), length: 25, ..KTO },
     Case { name: "SimPO, adapters", objective: ObjectiveKind::Simpo, ..ADAPTED },
     ORPO,
     Case { name: "ORPO, full, bf16", kind: Kind::BFloat16, length: 40, ..ORPO },

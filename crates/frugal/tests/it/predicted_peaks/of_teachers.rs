@@ -61,12 +61,13 @@ pub(super) fn taught(config: &Config, prepared: Prepared) -> Prepared {
 
 const TAUGHT: Case = Case { name: "taught", further: teach, ..ADAPTED };
 
-const CASES: [Case; 9] = [
+const CASES: [Case; 10] = [
     TAUGHT,
     Case { name: "taught, larger chunks", chunk: 200, ..TAUGHT },
     Case { name: "taught, reverse, bf16", kind: Kind::BFloat16, further: reverse, ..TAUGHT },
     Case { name: "taught, recomputed", placement: recompute, length: 100, ..TAUGHT },
-    Case { name: "taught, packed", packed: Some(64), length: 25, ..TAUGHT },
+    Case { name: "taught, without padding", arrangement: PaddingFree, ..TAUGHT },
+    Case { name: "taught, packed", arrangement: Packed(64), length: 25, ..TAUGHT },
     Case { name: "taught by offloaded layers", further: offloaded, ..TAUGHT },
     Case {
         name: "taught by offloaded layers, layers in files",

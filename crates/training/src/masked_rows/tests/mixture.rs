@@ -30,7 +30,12 @@ const SHARES: [f64; 3] = [0.5, 0.3, 0.2];
 #[test]
 fn a_mixture_has_the_shares_in_every_prefix_and_each_row_as_often() {
     let layout = Layout { batch: 5, epochs: Some(3), ..PADDED };
-    for layout in [layout, Layout { shuffle: None, ..layout }, Layout { by_length: 3, ..layout }] {
+    for layout in [
+        layout,
+        Layout { shuffle: None, ..layout },
+        Layout { by_length: 3, ..layout },
+        Layout { arrangement: Arrangement::PaddingFree, by_length: 3, ..layout },
+    ] {
         let all = read(&mut mixed(layout));
         // An epoch has as many rows as the sources.
         assert_eq!(all.len(), 3 * 84);
@@ -82,7 +87,7 @@ fn a_mixture_resumes_anywhere() {
 
 #[test]
 fn packed_rows_are_of_one_source_and_mixed_by_weight() {
-    let layout = Layout { batch: 1, packed: Some(8), epochs: Some(2), ..PADDED };
+    let layout = Layout { batch: 1, arrangement: Arrangement::Packed(8), epochs: Some(2), ..PADDED };
     let mut source = mixed(layout);
     // Four rows of 2 positions in each: 3 packed rows, 1, and 18.
     assert_eq!((source.units(), source.sources.to_vec()), (22, vec![0, 3, 4, 22]));
@@ -111,7 +116,7 @@ fn mixtures_that_do_not_fit_the_rows_are_refused() {
     assert!(refused(&rows, &[1.0], PADDED).contains("1 weights of a mixture for 2 sources"));
     let silent = MaskedRows::of(&[row(1, 3, 0)]).unwrap();
     let rows = MaskedRows::join([source(0, 10), silent]);
-    for layout in [PADDED, Layout { packed: Some(9), ..PADDED }] {
+    for layout in [PADDED, PACKED, PADDING_FREE] {
         assert!(refused(&rows, &[1.0, 1.0], layout).contains("source 1 of the mixture has no row"));
     }
 }
