@@ -151,27 +151,31 @@ impl LowRank {
 
     /// Elements of each trained tensor of one block with this kind of attention: A and B of each adapted projection, and its magnitudes; A and B of all experts.
     pub(crate) fn tensors(&self, model: &Decoder, kind: AttentionKind) -> Result<Vec<u64>, Error> {
+        let elements = |shape: Vec<u64>| exact::product("elements of an adapter", &shape);
+        self.shapes(model, kind)?.into_iter().map(elements).collect()
+    }
+
+    /// The same, with their shapes.
+    pub(crate) fn shapes(&self, model: &Decoder, kind: AttentionKind) -> Result<Vec<Vec<u64>>, Error> {
         self.check(model)?;
         model.check_experts()?;
-        let mut sizes = Vec::new();
+        let mut shapes = Vec::new();
         for (_, linear) in
             Projection::linears(model, kind)?.iter().filter(|(which, _)| self.targets.has(*which))
         {
-            for width in [linear.inputs, linear.outputs] {
-                sizes.push(exact::product("elements of an adapter", &[self.rank, width])?);
-            }
+            shapes.push(vec![self.rank, linear.inputs]);
+            shapes.push(vec![linear.outputs, self.rank]);
             if self.magnitudes {
-                sizes.push(linear.outputs);
+                shapes.push(vec![linear.outputs]);
             }
         }
         if let Some(experts) = &model.experts {
             for [inputs, outputs] in self.experts.widths(model.hidden, experts)? {
-                for width in [inputs, outputs] {
-                    sizes.push(exact::product("elements of an adapter", &[experts.count, self.rank, width])?);
-                }
+                shapes.push(vec![experts.count, self.rank, inputs]);
+                shapes.push(vec![experts.count, outputs, self.rank]);
             }
         }
-        Ok(sizes)
+        Ok(shapes)
     }
 
     /// Returns the bytes of frozen tensors beside the base, in all blocks: the squared norm of each row of W, and A and B of subtracted

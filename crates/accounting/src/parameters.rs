@@ -176,18 +176,16 @@ impl Decoder {
 
     /// The tensors of one block, without the block's prefix, with the number of blocks.
     pub(crate) fn tensor_groups(&self) -> Result<Vec<(u64, ParameterTensor)>, Error> {
-        let outer = [self.tensors_before_blocks(), self.tensors_after_blocks()].concat();
-        let mut all: Vec<_> = outer.into_iter().map(|tensor| (1, tensor)).collect();
+        let mut all: Vec<_> = self.outer_tensors().into_iter().map(|tensor| (1, tensor)).collect();
         for (kind, layers) in self.attention_kinds() {
             all.extend(self.block_tensors_of(kind)?.into_iter().map(|tensor| (layers, tensor)));
         }
         Ok(all)
     }
 
-    /// The elements of each tensor outside of the blocks.
-    pub(crate) fn outer_elements(&self) -> Result<Vec<u64>, Error> {
-        let outer = [self.tensors_before_blocks(), self.tensors_after_blocks()].concat();
-        outer.iter().map(ParameterTensor::elements).collect()
+    /// The tensors outside of the blocks.
+    pub(crate) fn outer_tensors(&self) -> Vec<ParameterTensor> {
+        [self.tensors_before_blocks(), self.tensors_after_blocks()].concat()
     }
 
     pub(crate) fn tensors_before_blocks(&self) -> Vec<ParameterTensor> {

@@ -324,8 +324,14 @@ fn autocast_copies(model: &Decoder, step: &Step) -> Result<(u64, u64), Error> {
 /// allocates the scaled gradients.
 fn update_bytes(model: &Decoder, step: &Step) -> Result<u64, Error> {
     let copies = match step.optimizer {
-        _ if step.fused_optimizer => 0,
+        optimizer if step.fused_optimizer && !optimizer.updates_whole_tensors() => 0,
         Optimizer::Sgd | Optimizer::Momentum | Optimizer::Adam8bit => 0,
+        // One tensor after the other.
+        Optimizer::Muon | Optimizer::Adafactor => {
+            let tensors = model.tensor_groups()?;
+            let tensors = tensors.iter().map(|(_, tensor)| tensor.into());
+            return step.optimizer.update_bytes_of(tensors, step.recipe.state);
+        }
         Optimizer::RmsProp | Optimizer::Adam | Optimizer::AdamW | Optimizer::Lion => 1,
         Optimizer::AdaGrad => 2,
     };

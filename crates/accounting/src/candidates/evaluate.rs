@@ -68,9 +68,10 @@ impl Job {
             Some(lora) => sizes::adapters(&self.model, lora, pass.work, pass.labelled, &self.choices)?,
             None => sizes::training(&self.model, pass.work, &self.choices)?,
         };
-        if self.lora.is_none() {
-            costs.working.update_bytes = self.update_bytes()?;
-        }
+        costs.working.update_bytes = match &self.lora {
+            Some(lora) => sizes::update_bytes_of_adapters(&self.model, lora, self.choices.optimizer)?,
+            None => self.update_bytes()?,
+        };
         Ok(costs)
     }
 
@@ -86,7 +87,7 @@ impl Job {
         };
         let copies = match self.lora {
             Some(_) => [0; 2],
-            None => sizes::update_bytes_of_one(model, recipe, self.on_cpu)?,
+            None => sizes::update_bytes_of_one(model, recipe, self.choices.optimizer, self.on_cpu)?,
         };
         costs.update_in_backward(copies, head)
     }

@@ -123,13 +123,13 @@ impl Job {
     pub(super) fn update_bytes(&self) -> Result<u64, Error> {
         let recipe = self.choices.recipe;
         let Some(ranks) = &self.ranks else {
-            return sizes::update_bytes(&self.model, &recipe, self.on_cpu);
+            return sizes::update_bytes(&self.model, &recipe, self.choices.optimizer, self.on_cpu);
         };
         if recipe.master.is_some() || recipe.parameters.storage_bits() >= recipe.state.storage_bits() {
             return Ok(0);
         }
         let (largest, all) = self.layout(ranks)?.0.stepped();
-        let copies = sizes::update_copies(&recipe, self.on_cpu, (largest, all))?;
+        let copies = sizes::update_copies(&recipe, self.choices.optimizer, self.on_cpu, (largest, all))?;
         sum("bytes of the optimizer's step", [copies, recipe.parameters.bytes(all)?])
     }
 

@@ -17,10 +17,12 @@ use crate::decoder_flops::{self, Recomputation, StepFlops, Workload};
 use crate::exact::{product, sum};
 use crate::experts::{self, read_bytes};
 use crate::lora::{self, LowRank};
+use crate::memory::optimizer::Extent;
 use crate::memory::quantized;
 use crate::memory::recipe::Recipe;
 use crate::memory::{Item, kv_cache, total};
 use crate::model::{AttentionKind, Decoder, Part};
+use crate::parameters::ParameterTensor;
 use crate::passes::block::{Block, BlockOptions, KeptPasses, Passes, Trained, kept_passes, passes};
 use crate::passes::head::{self, FIXED, HeadOptions, outside};
 use crate::recompute::{NormKernel, Recompute, SwigluLevel};
@@ -30,7 +32,7 @@ pub use crate::passes::head::Logits;
 pub use choices::Choices;
 use weight_copies::cast_bytes;
 pub use weight_copies::update_bytes;
-pub(crate) use weight_copies::{update_bytes_of_one, update_copies};
+pub(crate) use weight_copies::{update_bytes_of_adapters, update_bytes_of_one, update_copies};
 
 /// Returns the costs of a forward that keeps nothing and ends in logits.
 ///
@@ -146,11 +148,11 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
     }
     let swiglu = choices.mlp_tile.map_or(SwigluLevel::default(), |_| SwigluLevel::InputOnly);
     let flops = decoder_flops::step(model, work, &Recomputation { swiglu, ..recomputation() })?;
-    let states = |tensors: Vec<u64>| {
-        let numbers = sum("parameters", tensors.iter().copied())?;
+    let states = |tensors: &[ParameterTensor]| {
+        let numbers = tensors.iter().map(ParameterTensor::elements).collect::<Result<Vec<_>, _>>()?;
+        let numbers = sum("parameters", numbers)?;
         let master = recipe.master.map_or(Ok(0), |dtype| dtype.bytes(numbers))?;
-        let state =
-            choices.optimizer.state_bytes_of(tensors.into_iter().map(|one| (1, one)), recipe.state)?;
+        let state = choices.optimizer.state_bytes_of(tensors.iter().map(Extent::from), recipe.state)?;
         sum("bytes of the optimizer's state", [master, state])
     };
     let outer = outer_parameters(model)?;
@@ -164,7 +166,7 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
             trainable_bytes: weights,
             gradient_bytes: region(&tensors, recipe.gradients)?,
             trainable: sum("parameters of a layer", tensors.iter().copied())?,
-            state_bytes: states(tensors)?,
+            state_bytes: states(&model.block_tensors_of(kind)?)?,
             reducing_bytes: 0,
             forward_seconds: choices.training_seconds(
                 choices.share(layer_flops(&flops, model, flops.forward.causal, 1)),
@@ -187,7 +189,7 @@ pub fn training(model: &Decoder, work: Workload, choices: &Choices) -> Result<St
         weight_bytes: recipe.parameters.bytes(outer)?,
         gradient_bytes: recipe.gradients.bytes(outer)?,
         head_gradient_bytes: recipe.gradients.bytes(early)?,
-        state_bytes: states(model.outer_elements()?)?,
+        state_bytes: states(&model.outer_tensors())?,
         reducing_bytes: 0,
         trainable: outer,
         seconds: choices.training_seconds(
@@ -231,7 +233,9 @@ pub fn adapters(
         let tensors = lora.tensors(model, kind)?;
         let learning = region(&tensors, LowRank::WIDE)?;
         let read = read_bytes(model, choices.part(work).tokens()?, block(kind, false)?)?;
-        let state = choices.optimizer.state_bytes_of(tensors.iter().map(|&one| (1, one)), LowRank::WIDE)?;
+        let shapes = lora.shapes(model, kind)?;
+        let extents = shapes.iter().map(|shape| Extent::of_adapter(shape));
+        let state = choices.optimizer.state_bytes_of(extents, LowRank::WIDE)?;
         Ok(Layer {
             slot_bytes: sum("bytes of a layer", [block(kind, choices.experts.is_some())?, learning])?,
             trainable_bytes: learning,
@@ -269,9 +273,14 @@ pub fn adapters(
         )?,
         gradient_bytes: row_bytes,
         head_gradient_bytes: if lora.token_rows.in_head > 0 { row_bytes } else { 0 },
-        state_bytes: match rows {
-            0 => 0,
-            rows => choices.optimizer.state_bytes_of([(1, rows)], LowRank::WIDE)?,
+        state_bytes: {
+            let shapes = [lora.token_rows.in_embedding, lora.token_rows.in_head]
+                .map(|count| [count, model.hidden])
+                .into_iter()
+                .filter(|[count, _]| *count > 0)
+                .collect::<Vec<_>>();
+            let extents = shapes.iter().map(|shape| Extent { shape, is_hidden: false });
+            choices.optimizer.state_bytes_of(extents, LowRank::WIDE)?
         },
         trainable: rows,
         // The frozen output matrix has no gradient.

@@ -78,21 +78,18 @@ pub fn job(
     if lora.is_none() && config.model.freeze.is_some() {
         return Err(refused("`model.freeze`"));
     }
-    let state = state_of(optimizer.rule).ok_or_else(|| {
-        NotPredicted(format!(
-            "`optimizer.rule = \"{}\"`, whose state depends on shapes and names",
-            optimizer.rule
-        ))
-    })?;
-    // Those whose step has no temporaries but copies of 16-bit weights and gradients; on a GPU these two have some.
+    let state = state_of(optimizer.rule);
+    // Those whose temporaries are known.
     let is_predicted = match optimizer.rule {
         OptimizerRule::Adam | OptimizerRule::AdamW => true,
-        OptimizerRule::AdamW8bit | OptimizerRule::Lion => device == Device::Cpu,
+        OptimizerRule::AdamW8bit | OptimizerRule::Lion | OptimizerRule::Muon | OptimizerRule::Adafactor => {
+            device == Device::Cpu
+        }
         _ => false,
     };
     if lora.is_none() && !is_predicted {
         return Err(refused(match device {
-            Device::Cpu => "an optimizer other than Adam, AdamW, AdamW8bit and Lion on all weights",
+            Device::Cpu => "sgd, momentum, nesterov, adagrad or rmsprop on all weights",
             _ => "an optimizer other than Adam and AdamW on all weights on a GPU",
         }));
     }
@@ -214,8 +211,8 @@ fn mixed(config: &Config, (kind, device): (Kind, Device)) -> Result<Option<(Reci
     Ok(Some(compute))
 }
 
-fn state_of(rule: OptimizerRule) -> Option<Optimizer> {
-    Some(match rule {
+fn state_of(rule: OptimizerRule) -> Optimizer {
+    match rule {
         OptimizerRule::Sgd => Optimizer::Sgd,
         OptimizerRule::Momentum | OptimizerRule::Nesterov => Optimizer::Momentum,
         OptimizerRule::AdaGrad => Optimizer::AdaGrad,
@@ -224,8 +221,9 @@ fn state_of(rule: OptimizerRule) -> Option<Optimizer> {
         OptimizerRule::AdamW => Optimizer::AdamW,
         OptimizerRule::AdamW8bit => Optimizer::Adam8bit,
         OptimizerRule::Lion => Optimizer::Lion,
-        OptimizerRule::Adafactor | OptimizerRule::Muon => return None,
-    })
+        OptimizerRule::Adafactor => Optimizer::Adafactor,
+        OptimizerRule::Muon => Optimizer::Muon,
+    }
 }
 
 /// Returns which ways to run a step the configuration leaves open for a model of `layers` layers. What it names is kept.

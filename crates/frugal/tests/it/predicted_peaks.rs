@@ -181,7 +181,7 @@ const DORA: Case = Case { name: "DoRA", adapters: Some(dora), ..ADAPTED };
 const ROWS: Case = Case { name: "rows of tokens", adapters: Some(token_rows), ..ADAPTED };
 const PISSA: Case = Case { name: "PiSSA", adapters: Some(pissa), ..ADAPTED };
 
-const CASES: [Case; 64] = [
+const CASES: [Case; 71] = [
     ADAPTED,
     Case { name: "adapters, short", length: 24, rows: 2, ..ADAPTED },
     Case { name: "adapters, bf16", kind: Kind::BFloat16, ..ADAPTED },
@@ -288,6 +288,19 @@ const CASES: [Case; 64] = [
         ..FULL_BF16
     },
     Case { name: "full, Lion, recomputed", rule: OptimizerRule::Lion, placement: recompute, ..FULL },
+    Case { name: "adapters, Muon", rule: OptimizerRule::Muon, ..ADAPTED },
+    Case { name: "adapters, Adafactor", rule: OptimizerRule::Adafactor, ..ADAPTED },
+    Case { name: "full, Muon", rule: OptimizerRule::Muon, ..FULL },
+    Case {
+        name: "full, Muon, recomputed, short",
+        rule: OptimizerRule::Muon,
+        placement: recompute,
+        length: 24,
+        ..FULL
+    },
+    Case { name: "full, bf16, Muon", rule: OptimizerRule::Muon, ..FULL_BF16 },
+    Case { name: "full, Adafactor, short", rule: OptimizerRule::Adafactor, length: 24, ..FULL },
+    Case { name: "full, bf16, Adafactor", rule: OptimizerRule::Adafactor, ..FULL_BF16 },
     Case { name: "full, MLPs keep their input", mlp: Some("input-only"), ..FULL },
     Case { name: "full, tiled MLPs", mlp: Some(TILED), length: 100, ..FULL },
     Case {

@@ -89,13 +89,7 @@ impl Muon {
     /// Returns whether a parameter is a matrix between a model's embedding and head, by its name and its number of dimensions: no embedding, no
     /// output head, no rows of tokens.
     pub fn is_hidden(name: &str, dimensions: usize) -> bool {
-        let is_outer = |part: &str| {
-            part.starts_with("embed")
-                || part.starts_with("lora_embedding")
-                || part.starts_with("trainable_tokens")
-                || ["lm_head", "output_linear", "wte", "wpe"].contains(&part)
-        };
-        dimensions == 2 && !name.split('.').any(is_outer)
+        accounting::memory::optimizer::is_hidden(name, dimensions)
     }
 
     /// Returns the matrix with its singular values near 1.

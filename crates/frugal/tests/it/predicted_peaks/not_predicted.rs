@@ -42,10 +42,8 @@ fn what_is_not_predicted_is_named() {
         adapter.rank_pattern.insert("v_proj".to_owned(), 4.into());
     };
     assert_eq!(why(several), "adapters of several ranks");
-    let muon = |config: &mut Config| config.optimizer.rule = OptimizerRule::Muon;
-    assert_eq!(why(muon), "`optimizer.rule = \"muon\"`, whose state depends on shapes and names");
     let sgd = |config: &mut Config| (config.adapter, config.optimizer.rule) = (None, OptimizerRule::Sgd);
-    assert_eq!(why(sgd), "an optimizer other than Adam, AdamW, AdamW8bit and Lion on all weights");
+    assert_eq!(why(sgd), "sgd, momentum, nesterov, adagrad or rmsprop on all weights");
     // The bytes of a file's blocks are the file's.
     let rates = KnownRates::nominal(Device::Cpu).unwrap();
     let blocks = planning::job(&config(&ADAPTED), shape, (blocks::KIND, Device::Cpu), &data, &rates);
