@@ -149,7 +149,7 @@ pub(crate) fn run(common: &Common, arguments: &Eval) -> anyhow::Result<()> {
         bail!("--limit 0 leaves nothing to measure; give 1 or more");
     }
     if let Some(path) =
-        arguments.data.as_deref().or(arguments.questions.as_deref()).filter(|path| !path.exists())
+        arguments.data.as_deref().or(arguments.questions.as_deref()).filter(|path| !Splits::may_exist(path))
     {
         bail!(
             "{} does not exist; give a file of records (.jsonl, .json, .csv, .parquet), a text file, or a folder with train.*",

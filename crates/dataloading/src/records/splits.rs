@@ -2,7 +2,7 @@
 //!
 //! A file belongs to a split by its name: `train.jsonl`, `train-00000-of-00002.parquet`, `validation.csv`. The files are in the folder, in
 //! its folder `data`, or in folders that have the splits' names. A folder without any such name is divided into shards: all of its files of JSON
-//! lines, Parquet, CSV or TSV are training files.
+//! lines, Parquet, CSV or TSV are training files. So are the files that match a pattern such as `shards/part-*.jsonl`.
 
 use std::path::{Path, PathBuf};
 
@@ -25,12 +25,20 @@ pub struct Splits {
 }
 
 impl Splits {
-    /// Returns the splits of a folder; a file is its own training split.
+    /// Returns whether there is such a file or folder, or the path is a pattern.
+    pub fn may_exist(path: &Path) -> bool {
+        path.exists() || is_pattern(path)
+    }
+
+    /// Returns the splits of a folder; a file is its own training split, and files that match a pattern (`*`, `?`, `[a-z]`, `**`) are one.
     ///
     /// # Errors
-    /// No such file or folder; a folder without training files; a split, or shards, in files of several types.
+    /// No such file or folder; a folder without training files; a pattern that no file matches; a split, or shards, in files of several types.
     pub fn find(path: &Path) -> Result<Self> {
         let io = |cause| Error::Io { path: path.to_owned(), cause };
+        if !path.exists() && is_pattern(path) {
+            return Ok(Self { train: of_one_kind(matching(path)?)?, ..Self::default() });
+        }
         if !std::fs::metadata(path).map_err(io)?.is_dir() {
             return Ok(Self { train: vec![path.to_owned()], ..Self::default() });
         }
@@ -79,6 +87,22 @@ impl Splits {
                  test.* beside it if there are any, or shards of JSON lines, Parquet, CSV or TSV; {there}"
             ),
         })
+    }
+}
+
+fn is_pattern(path: &Path) -> bool {
+    path.to_string_lossy().contains(['*', '?', '['])
+}
+
+/// Returns the files that match a pattern, in order of their names.
+fn matching(pattern: &Path) -> Result<Vec<PathBuf>> {
+    let refuse = |reason: String| Error::File { path: pattern.to_owned(), reason };
+    let paths = glob::glob(&pattern.to_string_lossy())
+        .map_err(|error| refuse(format!("no pattern of files: {error}; quote it, so that the shell leaves it alone")))?;
+    let files: Vec<PathBuf> = paths.filter_map(|path| path.ok().filter(|path| path.is_file())).collect();
+    match files.is_empty() {
+        true => Err(refuse("no file matches this pattern".to_owned())),
+        false => Ok(files),
     }
 }
 

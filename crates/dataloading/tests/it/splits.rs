@@ -69,4 +69,13 @@ fn splits_are_found_by_the_names_of_files() {
     write("g/data/2.csv");
     assert!(of("g").contains("g/data/2.csv: a file of another type than g/data/0.parquet"), "{}", of("g"));
     assert!(of("nowhere").contains("there is no such file or folder"), "{}", of("nowhere"));
+    // Patterns, of files and of folders.
+    assert_eq!(of("f/part-?.jsonl.*"), "f/part-0.jsonl.gz f/part-1.jsonl.zst |  | ");
+    assert_eq!(of("*/train.jsonl"), "a/train.jsonl d/train.jsonl |  | ");
+    assert!(of("d/train.*").contains("a file of another type than"), "{}", of("d/train.*"));
+    assert_eq!(of("a/*.parquet"), "a/*.parquet: no file matches this pattern");
+    assert!(of("a/[x").contains("no pattern of files: Pattern syntax error"), "{}", of("a/[x"));
+    // A file whose name has such a character is itself.
+    write("g/odd[1].jsonl");
+    assert_eq!(of("g/odd[1].jsonl"), "g/odd[1].jsonl |  | ");
 }

@@ -78,7 +78,7 @@ impl Data {
         ends.note_context(common, folder, own);
         let paths = own.sources()?;
         for path in &paths {
-            if !Path::new(path).exists() {
+            if !Splits::may_exist(Path::new(path)) {
                 bail!(
                     "{path} does not exist; give a file of records (.jsonl, .json, .csv, .parquet), a text file, or a folder with \
                      train.*"

@@ -117,7 +117,7 @@ impl Questions {
         if own.source.is_empty() {
             bail!("`data.source` is missing; give the questions as --questions");
         }
-        if !path.exists() {
+        if !Splits::may_exist(path) {
             bail!(
                 "{} does not exist; give a file of records (.jsonl, .json, .csv, .parquet) with `question` and `answer`",
                 path.display()

@@ -149,7 +149,7 @@ static TABLE: [&[Flag]; 29] = [
     },
     flags! { DATA, FINETUNE;
         "data.source", "--data" ~ "--dataset" ~ "--dataset-name" => text("PATH"),
-            "Training data: a file of records (.jsonl, .json, .csv, .tsv, .parquet, all but the last also .gz and .zst) with messages, prompts and completions, instructions, questions and answers, texts or token ids; a text file; or a folder with train.* (and validation.* if there is one) or with shards of any names",
+            "Training data: a file of records (.jsonl, .json, .csv, .tsv, .parquet, all but the last also .gz and .zst) with messages, prompts and completions, instructions, questions and answers, texts or token ids; a text file; or a folder with train.* (and validation.* if there is one) or with shards of any names; or a quoted pattern such as 'shards/*.jsonl'",
             |argument| argument.required_unless_present_any(["config", "set", "questions", "mixture"]);
         "data.mixture", "--mixture" => several("PATH=WEIGHT"),
             "A source of a mixture with its weight, in the place of --data; may be given several times: --mixture chat.jsonl=0.7 --mixture code.jsonl=0.3 takes 70 % of the rows from the first";
