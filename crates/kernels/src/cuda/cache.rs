@@ -1,20 +1,22 @@
 //! A disk cache of compiled kernels. A damaged file, or a folder that is not writable, costs a compilation.
 
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::PathBuf;
 
 use files::atomic_write;
-use sha2::{Digest, Sha256};
 
 use super::nvrtc::Compiled;
 
 /// Returns a key that depends on each of the texts.
 pub(super) fn key(texts: &[&str]) -> String {
-    let mut digest = Sha256::new();
-    for text in texts {
-        digest.update((text.len() as u64).to_le_bytes());
-        digest.update(text.as_bytes());
-    }
-    hex(&digest.finalize())
+    format!("{:016x}", digest(texts))
+}
+
+/// 64 bits of a hash that is the same in every process; another release of Rust may have another one, and compiles the kernels again.
+fn digest(content: impl Hash) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    content.hash(&mut hasher);
+    hasher.finish()
 }
 
 /// Reads the kernel of a key, if it exists and is intact.
@@ -34,12 +36,12 @@ pub(super) fn write(key: &str, compiled: &Compiled) {
 /// Returns the file's content: a digest of the rest, the kernel's name, a NUL byte, the machine code.
 fn bytes(compiled: &Compiled) -> Vec<u8> {
     let content = [compiled.name.as_bytes(), &[0], &compiled.cubin].concat();
-    [&Sha256::digest(&content)[..], &content].concat()
+    [&digest(&content).to_le_bytes()[..], &content].concat()
 }
 
 fn parse(bytes: &[u8]) -> Option<Compiled> {
-    let (digest, content) = bytes.split_at_checked(32)?;
-    if Sha256::digest(content)[..] != *digest {
+    let (expected, content) = bytes.split_at_checked(8)?;
+    if digest(content).to_le_bytes() != *expected {
         return None;
     }
     let end = content.iter().position(|byte| *byte == 0)?;
@@ -57,10 +59,6 @@ pub(crate) fn folder() -> Option<PathBuf> {
     set("FRUGAL_CACHE")
         .or_else(|| set("XDG_CACHE_HOME").map(|cache| cache.join("frugal")))
         .or_else(|| set("HOME").map(|home| home.join(".cache/frugal")))
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 #[cfg(test)]
@@ -85,7 +83,7 @@ mod tests {
         let keys = [key(&["a", "bc"]), key(&["ab", "c"]), key(&["a", "b"]), key(&["a", "bc", ""])];
         for (index, one) in keys.iter().enumerate() {
             assert!(keys[..index].iter().all(|other| other != one));
-            assert_eq!(one.len(), 64);
+            assert_eq!(one.len(), 16);
         }
     }
 }
