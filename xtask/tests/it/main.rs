@@ -5,6 +5,7 @@ mod compare;
 mod floors;
 mod front_pages;
 mod gpu_day;
+mod imports;
 mod release;
 mod run_all;
 mod setup;
