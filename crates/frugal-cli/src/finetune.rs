@@ -5,6 +5,7 @@ mod exports;
 mod learned_end;
 mod new_tokens;
 mod origin;
+mod other_model;
 mod reference;
 mod rewards;
 mod samples;
@@ -43,7 +44,7 @@ use crate::run::diagnosis::DiagnosisArgs;
 use crate::run::job::{self, Feed, Job, RunOptions, Start};
 use crate::run::plan::PlannedTraining;
 use data::{Data, with_date};
-use reference::with_reference;
+use reference::{ReferenceFolder, with_reference};
 use targets::with_own_targets;
 use teacher::TeacherFolder;
 use weights::Weights;
@@ -202,6 +203,7 @@ fn tune_on_rows(mut job: Job<'_>) -> anyhow::Result<()> {
     let shape = DataShape::of(&train, steps.saturating_mul(job.config().training.accumulation as u64))?;
     let longest = train.longest().max(validation.as_ref().map_or(0, MaskedBatches::longest));
     let teacher = TeacherFolder::open(&job, (&companions, folder.config().vocab_size), longest)?;
+    let reference = ReferenceFolder::open(&job, &companions, longest)?;
     let of_teacher = match &teacher {
         Some(teacher) => teacher.shape(job.config())?,
         None => None,
@@ -232,9 +234,12 @@ fn tune_on_rows(mut job: Job<'_>) -> anyhow::Result<()> {
     };
     let once = planned.run.config.objective.teacher_top_k.is_some();
     let opened = planned.open(record, |recipe| {
+        let all: Vec<&MaskedBatches> = std::iter::once(&train).chain(&validation).collect();
         if let Some(teacher) = teacher.as_ref().filter(|_| once) {
-            let all: Vec<&MaskedBatches> = std::iter::once(&train).chain(&validation).collect();
             teacher.ask((common, recipe.config()), out, &all, device)?;
+        }
+        if let Some(reference) = &reference {
+            reference.ask((common, recipe.config()), out, &all, device)?;
         }
         let prepared = match new_rows {
             Some(rows) => recipe.clone().with_new_rows(rows).open(&folder, device)?,

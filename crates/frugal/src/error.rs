@@ -42,13 +42,15 @@ pub enum Error {
         /// A combination that works.
         remedy: &'static str,
     },
-    /// A teacher whose student cannot learn from it.
-    #[error("{teacher} cannot teach {student}: {reason}")]
-    Teacher {
-        /// The student's name.
-        student: String,
-        /// The teacher's name.
-        teacher: String,
+    /// A teacher or a reference that does not fit the model that learns.
+    #[error("{other} cannot be the {role} of {model}: {reason}")]
+    OtherModel {
+        /// What the other model is for.
+        role: &'static str,
+        /// The name of the model that learns.
+        model: String,
+        /// The other model's name.
+        other: String,
         /// What does not fit.
         reason: String,
     },

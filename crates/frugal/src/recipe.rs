@@ -69,7 +69,7 @@ pub(crate) use checks::stages;
 pub use new_rows::{NewRow, NewRows};
 pub use prepared::{ActivationChoice, Handles, Prepared};
 pub(crate) use teacher::TEACHER_RING;
-pub use teacher::{Teacher, check_teacher};
+pub use teacher::{Role, Teacher, check_tokens};
 
 use crate::config::{
     ActivationPlan, Compute, Config, FrozenPlace, LossConfig, LossHeadKind, OffloadTier, ScalerConfig,

@@ -97,8 +97,9 @@ fn is_pattern(path: &Path) -> bool {
 /// Returns the files that match a pattern, in order of their names.
 fn matching(pattern: &Path) -> Result<Vec<PathBuf>> {
     let refuse = |reason: String| Error::File { path: pattern.to_owned(), reason };
-    let paths = glob::glob(&pattern.to_string_lossy())
-        .map_err(|error| refuse(format!("no pattern of files: {error}; quote it, so that the shell leaves it alone")))?;
+    let paths = glob::glob(&pattern.to_string_lossy()).map_err(|error| {
+        refuse(format!("no pattern of files: {error}; quote it, so that the shell leaves it alone"))
+    })?;
     let files: Vec<PathBuf> = paths.filter_map(|path| path.ok().filter(|path| path.is_file())).collect();
     match files.is_empty() {
         true => Err(refuse("no file matches this pattern".to_owned())),

@@ -3,22 +3,22 @@
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
-use anyhow::{anyhow, bail};
+use anyhow::bail;
 use frugal::Config;
-use frugal::companion_files::{CompanionFiles, tokenizer_of};
+use frugal::companion_files::CompanionFiles;
 use frugal::config::TeacherPlace;
 use frugal::dataloading::Tokenizer;
 use frugal::models::hugging_face::Folder;
 use frugal::planning::{TeacherShape, WeightFormat};
-use frugal::recipe::{Teacher, check_teacher};
+use frugal::recipe::{Role, Teacher};
 use frugal::run_folder::{RunRecord, SplitRecord};
 use frugal::training::distillation::write_top_k;
 use frugal::training::masked_rows::{MaskedBatches, TopKFile, TopKHeader};
 use sha2::{Digest, Sha256};
 use tch::Device;
 
+use super::other_model;
 use crate::common_flags::Common;
-use crate::flags::hub::HubArgs;
 use crate::output::figures::counted;
 use crate::run::job::Job;
 
@@ -56,14 +56,7 @@ impl TeacherFolder {
             let name = "the teacher".to_owned();
             return Ok(Some(Self { folder: None, name, tokenizer, vocabulary }));
         };
-        let hub = HubArgs { revision: None, offline: config.model.offline, untied: false };
-        let folder = job.common.in_turn("the teacher", || hub.open(&name)).map_err(|error| {
-            // The advice is of a model.
-            anyhow!("the teacher: {}", format!("{error:#}").replace("model.name", "objective.teacher"))
-        })?;
-        let student_name = config.model.name.clone().unwrap_or_default();
-        let of_teacher = tokenizer_of(folder.path())?;
-        check_teacher((&own, &student_name), (&of_teacher, &name), &folder, longest)?;
+        let folder = other_model::open(job, Role::Teacher, &name, &own, longest)?;
         Ok(Some(Self { folder: Some(folder), name, tokenizer, vocabulary }))
     }
 

@@ -253,6 +253,8 @@ static TABLE: [&[Flag]; 29] = [
             "Where dpo, ipo and kto take the log-probabilities of the model at the start from [default: auto]";
     },
     flags! { LOOP, FINETUNE;
+        "objective.reference_model", "--reference-model" ~ "--ref-model" => text("MODEL"),
+            "Another model that dpo, ipo and kto compare with, with the same tokenizer: a folder, a GGUF file, a name in Ollama's store, or a name on the hub; it is read before the first step and then not held [default: the model at the start]";
         "objective.teacher", "--teacher" | "--teacher-model" ~ "--teacher-model-name-or-path" => text("MODEL"),
             "The teacher of distillation, a model with the same tokenizer: a folder, a GGUF file, a name in Ollama's store, or a name on the hub";
         "objective.teacher_dtype", "--teacher-dtype" => choice::<Dtype>("DTYPE"),

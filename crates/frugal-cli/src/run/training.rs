@@ -400,7 +400,9 @@ fn with_absolute_paths(config: &Config) -> Config {
             *path = absolute(Path::new(path.as_str())).display().to_string();
         }
     };
-    config.model.name.iter_mut().chain(&mut config.objective.teacher).for_each(text);
+    let objective = &mut config.objective;
+    let others = objective.teacher.iter_mut().chain(&mut objective.reference_model);
+    config.model.name.iter_mut().chain(others).for_each(text);
     text(&mut config.data.source);
     config.data.mixture.iter_mut().for_each(|source| text(&mut source.source));
     let data = &mut config.data;

@@ -16,7 +16,7 @@ type Case = (&'static str, &'static str, &'static str);
 const BASE: [Case; 2] =
     [("model.name", "\"@model\"", "--model @model"), ("data.source", "\"@my\"", "--data @my")];
 
-const FINETUNE: [Case; 111] = [
+const FINETUNE: [Case; 112] = [
     ("method", "\"dora\"", "--method dora"),
     ("model.revision", "\"v1\"", "--revision v1"),
     ("model.offline", "true", "--offline"),
@@ -48,6 +48,7 @@ const FINETUNE: [Case; 111] = [
     ("objective.kind", "\"dpo\"", "--objective dpo"),
     ("objective.beta", "0.2", "--beta 0.2"),
     ("objective.reference", "\"adapters-off\"", "--reference adapters-off"),
+    ("objective.reference_model", "\"other\"", "--reference-model other"),
     ("objective.label_smoothing", "0.1", ""),
     ("objective.gamma", "0.5", ""),
     ("objective.alpha", "0.5", ""),

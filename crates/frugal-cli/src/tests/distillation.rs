@@ -87,8 +87,8 @@ fn teachers_that_cannot_teach_are_refused() {
         &tiny,
         &format!("{TRAIN} --teacher @big"),
         expect![[r#"
-        error: big cannot teach model: their tokenizers differ: the token 70 is "e" of the student, and "f" of the teacher; take a teacher with the student's tokenizer, as larger models of its family have it
-    "#]],
+            error: big cannot be the teacher of model: their tokenizers differ: the token 70 is "e" of the model, and "f" of the teacher; take a teacher with the model's tokenizer, as other models of its family have it
+        "#]],
     );
 }
 

@@ -39,7 +39,7 @@ fn pairs_that_cannot_be_learned_are_told() {
         &tiny,
         &TRAIN.replace("dpo", "orpo --reference adapters-off"),
         expect![[r#"
-            error: `objective.reference` (--reference) and an objective without a reference cannot be combined: only "dpo", "ipo" and "kto" compare with the model at the start; leave `objective.reference` (--reference) out
+            error: `objective.reference` (--reference) and an objective without a reference cannot be combined: only "dpo", "ipo" and "kto" compare with a reference; leave it out
         "#]],
     );
     refused(
@@ -164,6 +164,46 @@ fn the_model_at_the_start_is_asked_once_or_in_each_step() {
     run("folder", "2", &["--method", "full"]);
     tiny.succeed("resume folder --set training.steps=4 --quiet");
     assert_eq!(losses(&tiny, "folder"), whole);
+}
+
+#[test]
+fn another_model_is_compared_with() {
+    let tiny = Session::new();
+    tiny.write_model("other", 16, 2);
+    write(&tiny, &[pair(1)]);
+    let run = |flags: &str| {
+        let train = "finetune --data pairs.jsonl --objective dpo --beta 2 --batch-size 1 --accumulation 1 --steps 2 \
+                     --held-out 0 --samples 0";
+        tiny.succeed(&format!("{train} {flags}")).1
+    };
+    let said = run("--model model --reference-model other --out one");
+    assert!(said.contains("the reference other has computed 1 pair in "), "{said}");
+    run("--model other --reference-model model --out two");
+    run("--model model --reference-model model --out self");
+    let [one, two, own] = ["one", "two", "self"].map(|out| losses(&tiny, out)[0].1);
+    // With the margin m of a model over another, −ln σ(βm) and −ln σ(−βm).
+    assert!(((-one).exp() + (-two).exp() - 1.0).abs() < 1e-6, "{one} {two}");
+    assert!((one - two).abs() > 1e-3 && (own - 2f64.ln()).abs() < 1e-6, "{one} {two} {own}");
+    // A run that goes on has what the reference computed.
+    std::fs::remove_dir_all(tiny.path("other")).unwrap();
+    tiny.write_model("other", 16, 3);
+    let (_, said) = tiny.succeed("resume one --set training.steps=4");
+    assert!(!said.contains("has computed"), "{said}");
+    assert_eq!(losses(&tiny, "one").len(), 4);
+
+    for (flags, expected) in [
+        ("dpo --reference-model nowhere", "the reference: "),
+        (
+            "dpo --reference-model other --reference adapters-off",
+            "another model is asked before the training",
+        ),
+        ("orpo --reference-model other", "compare with a reference"),
+    ] {
+        let error = tiny.fail(&format!(
+            "finetune --model model --data pairs.jsonl --steps 1 --out no --objective {flags}"
+        ));
+        assert!(error.contains(expected), "{error}");
+    }
 }
 
 #[test]

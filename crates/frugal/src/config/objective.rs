@@ -118,6 +118,11 @@ pub struct ObjectiveConfig {
     pub beta: Option<f64>,
     /// Where the log-probabilities of the model at the start come from, for `dpo`, `ipo` and `kto`.
     pub reference: ReferenceKind,
+    /// Another model that `dpo`, `ipo` and `kto` compare with, whose log-probabilities are computed before the first step: a folder in Hugging
+    /// Face's layout, a GGUF file, a name in Ollama's store, or a name on the hub, with the tokenizer of the model that learns; absent for the
+    /// model at the start.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub reference_model: Option<String>,
     /// ε of `dpo`: the probability that a pair is labelled the wrong way round; absent for 0.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub label_smoothing: Option<f64>,
@@ -167,7 +172,7 @@ impl ObjectiveConfig {
         Ok(self.preference()?.map_or(Grouping::Rows, |objective| objective.grouping()))
     }
 
-    /// Whether it compares with the model at the start.
+    /// Whether it compares with the model at the start, or with another.
     pub fn has_reference(&self) -> bool {
         match self.kind {
             ObjectiveKind::Grpo => self.beta.is_some_and(|beta| beta > 0.0),
@@ -175,12 +180,12 @@ impl ObjectiveConfig {
         }
     }
 
-    /// Whether the log-probabilities of the model at the start are computed before the first step.
+    /// Whether the log-probabilities that it compares with are computed before the first step.
     pub fn is_computed_before(&self, has_adapters: bool) -> bool {
         self.has_reference()
             && self.kind != ObjectiveKind::Grpo
             && match self.reference {
-                ReferenceKind::Auto => !has_adapters,
+                ReferenceKind::Auto => !has_adapters || self.reference_model.is_some(),
                 ReferenceKind::AdaptersOff => false,
                 ReferenceKind::BeforeTraining => true,
             }

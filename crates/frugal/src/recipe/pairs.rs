@@ -58,11 +58,15 @@ const PREFERENCES: Setting = named(objective, |config| config.objective.kind.is_
 const REFERENCE: Setting = named(objective, |config| {
     config.objective.has_reference() && !config.objective.is_computed_before(config.adapter.is_some())
 });
+/// A choice of the reference.
+const CHOSEN_REFERENCE: Setting = named(chosen_reference, |config| {
+    config.objective.reference != ReferenceKind::Auto || config.objective.reference_model.is_some()
+});
 const REWARDS: Setting = named(objective, |config| config.objective.kind == ObjectiveKind::Grpo);
 const DISTILLATION: Setting = named(objective, |config| config.objective.kind == ObjectiveKind::Distillation);
 const PLAIN: Setting = when("`loss.head = \"plain\"`", |config| config.loss.head == LossHeadKind::Plain);
 
-static RULES: [Rule; 50] = [
+static RULES: [Rule; 51] = [
     (
         when("`offload.method = \"one-layer\"`", |config| method(config) == Some(OffloadMethod::OneLayer)),
         when("training", |_| true),
@@ -340,9 +344,9 @@ static RULES: [Rule; 50] = [
     ),
     (
         REWARDS,
-        when("`objective.reference`", |config| config.objective.reference != ReferenceKind::Auto),
-        "the reference scores answers that are not known before a step",
-        "leave `objective.reference` out",
+        CHOSEN_REFERENCE,
+        "the reference is the model without its adapters, because answers are not known before a step",
+        "leave it out",
     ),
     (
         REFERENCE,
@@ -386,10 +390,18 @@ static RULES: [Rule; 50] = [
         "give `objective.teacher_top_k`, the number of tokens that they have at each label",
     ),
     (
-        when("`objective.reference`", |config| config.objective.reference != ReferenceKind::Auto),
+        CHOSEN_REFERENCE,
         when("an objective without a reference", |config| !config.objective.has_reference()),
-        "only \"dpo\", \"ipo\" and \"kto\" compare with the model at the start",
-        "leave `objective.reference` out",
+        "only \"dpo\", \"ipo\" and \"kto\" compare with a reference",
+        "leave it out",
+    ),
+    (
+        when("`objective.reference_model`", |config| config.objective.reference_model.is_some()),
+        when("`objective.reference = \"adapters-off\"`", |config| {
+            config.objective.reference == ReferenceKind::AdaptersOff
+        }),
+        "another model is asked before the training, and not in each step",
+        "leave one of them out",
     ),
 ];
 
@@ -409,6 +421,11 @@ pub(super) fn check(config: &Config) -> Result<()> {
 /// A key with its value, as a file has it.
 fn value(key: &str, value: &dyn std::fmt::Debug) -> String {
     format!("`{key} = \"{}\"`", format!("{value:?}").to_lowercase())
+}
+
+fn chosen_reference(config: &Config) -> String {
+    let key = if config.objective.reference_model.is_some() { "reference_model" } else { "reference" };
+    format!("`objective.{key}`")
 }
 
 fn objective(config: &Config) -> String {

@@ -1,4 +1,4 @@
-//! The teacher of a distillation: a frozen model of the student's tokens.
+//! Frozen models beside that which learns, of the same tokens: the teacher of a distillation, the reference of preferences.
 
 use dataloading::Tokenizer;
 use fused_ce::LinearCrossEntropy;
@@ -71,44 +71,65 @@ impl Teacher {
     }
 }
 
-/// Checks that a teacher of `teacher_tokens` reads and predicts the tokens of a student, whose rows have at most `longest` positions.
+/// What another model is for the model that learns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// Its distributions are learned.
+    Teacher,
+    /// Its log-probabilities of answers are compared with.
+    Reference,
+}
+
+impl Role {
+    /// Returns the standard term.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Teacher => "teacher",
+            Self::Reference => "reference",
+        }
+    }
+}
+
+/// Checks that another model reads and predicts the tokens of the model that learns, whose rows have at most `longest` positions.
 ///
 /// # Errors
-/// [`Error::Teacher`]: another token under an id of both, a token of the student that the teacher does not have, a shorter context.
-pub fn check_teacher(
-    (student, student_name): (&Tokenizer, &str),
-    (teacher, teacher_name): (&Tokenizer, &str),
-    teacher_folder: &Folder,
+/// [`Error::OtherModel`]: another token under an id of both, a token that the other model does not have, a shorter context.
+pub fn check_tokens(
+    role: Role,
+    (own_tokens, own_name): (&Tokenizer, &str),
+    (tokens, name): (&Tokenizer, &str),
+    folder: &Folder,
     longest: usize,
 ) -> Result<()> {
+    let of_role = role.name();
     let refuse = |reason: String| {
-        Err(Error::Teacher { student: student_name.to_owned(), teacher: teacher_name.to_owned(), reason })
+        Err(Error::OtherModel { role: of_role, model: own_name.to_owned(), other: name.to_owned(), reason })
     };
-    let rows = teacher_folder.config().vocab_size;
-    for id in 0..student.vocabulary() as u32 {
-        let (own, theirs) = (student.token(id), teacher.token(id));
+    let rows = folder.config().vocab_size;
+    for id in 0..own_tokens.vocabulary() as u32 {
+        let (own, theirs) = (own_tokens.token(id), tokens.token(id));
         match (own, theirs) {
             // Ids without a token are in no row.
             (None, _) => {}
             (Some(own), Some(theirs)) if own == theirs && i64::from(id) < rows => {}
             (Some(own), Some(theirs)) if own == theirs => {
                 return refuse(format!(
-                    "the teacher has {rows} rows of its embedding, and none for the token {id}, {own:?}"
+                    "the {of_role} has {rows} rows of its embedding, and none for the token {id}, {own:?}"
                 ));
             }
             (Some(own), theirs) => {
                 let theirs = theirs.map_or_else(|| "no token".to_owned(), |token| format!("{token:?}"));
                 return refuse(format!(
-                    "their tokenizers differ: the token {id} is {own:?} of the student, and {theirs} of the teacher; take a teacher with the student's \
-                     tokenizer, as larger models of its family have it"
+                    "their tokenizers differ: the token {id} is {own:?} of the model, and {theirs} of the {of_role}; take a {of_role} with the model's \
+                     tokenizer, as other models of its family have it"
                 ));
             }
         }
     }
-    let context = usize::try_from(teacher_folder.config().max_position_embeddings).unwrap_or(usize::MAX);
+    let context = usize::try_from(folder.config().max_position_embeddings).unwrap_or(usize::MAX);
     if longest > context {
         return refuse(format!(
-            "rows have up to {longest} positions, and the teacher reads {context}; give --max-length {context}"
+            "rows have up to {longest} positions, and the {of_role} reads {context}; give --max-length {context}"
         ));
     }
     Ok(())
