@@ -11,13 +11,12 @@ compared.
 
 import argparse
 import json
-import os
 import pathlib
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
+
+from programs import ours, peer, print_result, rate, write_model, write_tokenizer
 
 SHAPES = {
     "SmolLM2-135M": dict(
@@ -29,27 +28,15 @@ SHAPES = {
 }
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 BATCH, ACCUMULATION = 4, 2
-# The first step allocates; the program tells its prediction after three.
-WARM_UP = 3
 LEARNING_RATE = {"lora": "2e-4", "full": "2e-5"}
 SHARES = {"1/2": 2, "1/3": 3, "1/4": 4}
 
 
 def write_files(folder, shape, length, seed):
     import torch
-    import transformers
-    from tokenizers import Tokenizer, models
 
-    torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
-        **SHAPES[shape], max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, pad_token_id=0,
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
-    words = {f"w{number}": number for number in range(SHAPES[shape]["vocab_size"])}
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w1")), bos_token="w0", eos_token="w0", pad_token="w0",
-    )
-    tokenizer.save_pretrained(folder / "model")
+    write_model(folder / "model", SHAPES[shape], seed)
+    write_tokenizer(folder / "model", SHAPES[shape]["vocab_size"])
     rows = torch.randint(2, SHAPES[shape]["vocab_size"], (BATCH * ACCUMULATION, length)).tolist()
     with open(folder / "rows.jsonl", "w") as file:
         file.writelines(json.dumps({"input_ids": row, "labels": row}) + "\n" for row in rows)
@@ -89,63 +76,23 @@ def train_with_trl(args):
         peft_config=lora if args.method == "lora" else None, callbacks=[Record()],
     )
     trainer.train()
-    with open("/proc/self/status") as file:
-        peak = int(next(line for line in file if line.startswith("VmHWM:")).split()[1]) * 1024
-    print("@result " + json.dumps({"ends": ends, "losses": losses, "peak": peak}), flush=True)
+    print_result(ends, losses)
 
 
 def trl(args, folder, method, variant):
-    command = [sys.executable, "-W", "ignore", __file__, "--folder", str(folder), "--method", method, "--variant", variant]
-    command += ["--steps", str(args.steps), "--seed", str(args.seed), "--records", "none"]
-    start = time.time()
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=folder)
-    lines = [line for line in ended.stdout.splitlines() if line.startswith("@result ")]
-    if ended.returncode or not lines:
-        raise SystemExit(f"TRL failed with {ended.returncode}:\n{ended.stderr[-3000:]}")
-    result = json.loads(lines[-1].removeprefix("@result "))
-    ends = result["ends"]
-    seconds = [after - before for before, after in zip(ends, ends[1:])][WARM_UP - 1:]
-    return dict(first=ends[0] - start, seconds=seconds, peak=result["peak"], losses=result["losses"])
+    words = ["--method", method, "--variant", variant, "--steps", str(args.steps), "--seed", str(args.seed)]
+    return peer(__file__, words, folder)
 
 
 def frugal(args, folder, method, budget):
     """`None` where nothing fits the budget."""
-    records, out = folder / "records.jsonl", folder / "out"
-    command = [str(pathlib.Path(os.environ["FRUGAL_PROGRAM"])), "finetune", "--model", "model", "--data", "rows.jsonl"]
+    command = ["--model", "model", "--data", "rows.jsonl"]
     command += ["--method", method, "--batch-size", str(BATCH), "--accumulation", str(ACCUMULATION), "--steps", str(args.steps)]
     command += ["--lr", LEARNING_RATE[method], "--schedule", "constant", "--warmup", "0", "--weight-decay", "0", "--clip", "1"]
-    command += ["--held-out", "0", "--samples", "0", "--log-every", "1", "--seed", str(args.seed), "--out", "out", "--json"]
-    command += ["--records", "records.jsonl"]
+    command += ["--held-out", "0", "--samples", "0", "--seed", str(args.seed)]
     command += ["--r", "8", "--alpha", "16", "--dropout", "0"] if method == "lora" else []
     command += ["--budget", str(budget)] if budget else []
-    start = time.time()
-    with open(folder / "said", "w+") as said, open(folder / "printed", "w+") as printed:
-        process = subprocess.Popen(command, stdout=printed, stderr=said, cwd=folder)
-        first = peak = None
-        while process.poll() is None:
-            if first is None and records.exists() and "step_seconds" in records.read_text():
-                first = time.time() - start
-            try:
-                with open(f"/proc/{process.pid}/status") as file:
-                    peak = max([peak or 0] + [int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:")])
-            except OSError:
-                pass
-            time.sleep(0.02)
-        said.seek(0), printed.seek(0)
-        text, lines = said.read(), printed.read().splitlines()
-    if process.returncode == 3:
-        return None
-    if process.returncode:
-        raise SystemExit(f"frugal failed with {process.returncode}:\n{text[-3000:]}")
-    values = {"step_seconds": {}, "loss": {}}
-    for record in map(json.loads, records.read_text().splitlines()):
-        values.get(record["metric"]["name"], {})[record["case"]["step"]] = record["metric"]["value"]
-    records.unlink()
-    subprocess.run(["rm", "-rf", str(out)], check=True)
-    plans = [found["plan"]["chosen"] for found in map(json.loads, lines) if found.get("plan")]
-    seconds = [value for _, value in sorted(values["step_seconds"].items())][WARM_UP:]
-    losses = [value for _, value in sorted(values["loss"].items())]
-    return dict(first=first, seconds=seconds, peak=peak, losses=losses, plan=(plans or [""])[0])
+    return ours(command, folder)
 
 
 def main():
@@ -183,11 +130,11 @@ def main():
                 progress(done, 2 * len(variants), f"{method}, {variant}")
                 done += 1
                 if variant.startswith("TRL"):
-                    ours, result = False, trl(args, folder, method, variant)
+                    is_ours, result = False, trl(args, folder, method, variant)
                 else:
                     share = SHARES.get(variant.split()[0])
-                    ours, result = True, frugal(args, folder, method, share and reference["peak"] // share)
-                case = {"impl": "frugal" if ours else "pytorch", "shape": args.shape, "method": method, "variant": variant}
+                    is_ours, result = True, frugal(args, folder, method, share and reference["peak"] // share)
+                case = {"impl": "frugal" if is_ours else "pytorch", "shape": args.shape, "method": method, "variant": variant}
                 if result is None:
                     why = dict(unit="tokens/s", value=None, n=0, note="nothing fits the budget")
                     records.put(case, [dict(name="tokens_per_second", **why)])
@@ -196,11 +143,11 @@ def main():
                 compared = list(zip(result["losses"], reference["losses"]))[: 1 if method == "lora" else None]
                 records.put(case, [
                     metric("first_step_seconds", "s", [result["first"]]),
-                    metric("tokens_per_second", "tokens/s", [tokens / statistics.median(result["seconds"])]),
+                    metric("tokens_per_second", "tokens/s", [rate(tokens, result)]),
                     metric("process_bytes", "B", [result["peak"]]),
                     metric("loss_difference", "nat", [max(abs(a - b) for a, b in compared)]),
                 ])
-                if ours:
+                if is_ours:
                     print(f"{method}, {variant}: {result['plan']}", file=sys.stderr)
 
 

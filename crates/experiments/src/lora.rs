@@ -4,9 +4,11 @@ mod assignment;
 mod decode;
 mod embedded;
 mod families;
+mod first_steps;
 mod generation;
 mod interchange;
 mod parameters;
+mod rewards;
 mod step;
 mod techniques;
 
@@ -32,8 +34,15 @@ pub(crate) enum Verb {
     Assignment(assignment::Assignment),
     /// Fine-tune a pretrained model for a few steps, with one technique changed at a time
     Techniques(techniques::Techniques),
+    /// Let a pretrained model learn sums from grades of its own answers
+    Rewards(rewards::Rewards),
+    /// Fine-tune all weights of a pretrained model for some steps, by several optimizers
+    Optimizers(techniques::Optimizers),
     /// Pretrain a small model on embedded data, adapt it, and grade its answers
     Embedded(embedded::EmbeddedArgs),
+    /// Train the first steps of a fine-tuning beside PEFT
+    #[command(hide = true)]
+    FirstSteps(first_steps::FirstSteps),
     /// Exchange adapter files with PEFT
     #[command(hide = true)]
     Interchange(interchange::Interchange),
@@ -56,8 +65,16 @@ impl Verb {
             Self::Techniques(arguments) => {
                 driver.one_size().on_cpu().run("real-techniques", |bench| techniques::run(bench, arguments))
             }
+            Self::Optimizers(arguments) => driver
+                .one_size()
+                .on_cpu()
+                .run("optimizers", |bench| techniques::run_optimizers(bench, arguments)),
+            Self::Rewards(arguments) => {
+                driver.one_size().on_cpu().run("rewards", |bench| rewards::run(bench, arguments))
+            }
             Self::Parameters => driver.one_size().run("lora-parameters", parameters::run),
             Self::Embedded(arguments) => driver.run("lora-embedded", |bench| embedded::run(bench, arguments)),
+            Self::FirstSteps(arguments) => first_steps::exchange(arguments),
             Self::Interchange(arguments) => match &arguments.folder {
                 Some(folder) => interchange::exchange(folder),
                 None => driver.one_size().on_cpu().run("peft-interchange", interchange::run),

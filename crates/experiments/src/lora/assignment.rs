@@ -205,7 +205,8 @@ fn train(
         let metrics =
             curve.iter().filter_map(|(key, name)| Some(Metric::exact(name, "nat", value[*key].as_f64()?)));
         bench.put(&case, metrics.collect())?;
-        seconds.extend(value["seconds"].as_f64());
+        // Those of an evaluation are not a step's.
+        seconds.extend(value["seconds"].as_f64().filter(|_| value["loss"].is_number()));
     }
     let metrics = vec![
         Metric::exact("parameters", "count", record.parameters as f64),

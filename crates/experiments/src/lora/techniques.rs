@@ -1,4 +1,5 @@
-//! `lora techniques`: the first steps of a fine-tuning with a pretrained model's weights, with one technique changed at a time.
+//! `lora techniques` and `lora optimizers`: the first steps of a fine-tuning with a pretrained model's weights, with one thing changed at a
+//! time.
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -16,87 +17,151 @@ use crate::{installed, started_program};
 /// Problems that are trained on, and that the validation loss is of.
 const PROBLEMS: [usize; 2] = [400, 24];
 
-/// The first is what the others are compared with.
-const VARIANTS: [(&str, &[&str]); 7] = [
-    ("fp32", &["--dtype", "float32", "--packing", "1024", "--batch-size", "2"]),
+/// A name, how rows lie, and what differs. The losses of a step are compared with those of the first variant whose rows lie in the same way.
+type Variant = (&'static str, &'static [&'static str], &'static [&'static str]);
+
+/// Rows of packed problems, two of which are a step.
+const PACKED: &[&str] = &["--packing", "1024", "--batch-size", "2", "--accumulation", "1"];
+/// Rows of one problem, 16 of which are a step.
+const SEPARATE: &[&str] = &["--batch-size", "4", "--accumulation", "4"];
+/// One row of packed problems.
+const SHORT: &[&str] = &["--packing", "512", "--batch-size", "1", "--accumulation", "1"];
+
+const TECHNIQUES: [Variant; 8] = [
+    ("fp32", PACKED, &["--dtype", "float32"]),
+    ("fp32 weights, bf16 autocast", PACKED, &["--dtype", "float32", "--precision", "bf16"]),
+    ("bf16 weights", PACKED, &["--dtype", "bfloat16"]),
+    ("NF4 weights", PACKED, &["--dtype", "nf4"]),
+    ("bf16 weights, plain loss", PACKED, &["--dtype", "bfloat16", "--loss", "plain"]),
+    ("bf16 weights, recomputed layers", PACKED, &["--dtype", "bfloat16", "--activations", "recompute"]),
+    ("bf16 weights, rows padded", SEPARATE, &["--dtype", "bfloat16", "--padded"]),
+    ("bf16 weights, rows without padding", SEPARATE, &["--dtype", "bfloat16"]),
+];
+
+const OPTIMIZERS: [Variant; 8] = [
+    ("AdamW, fp32 weights", SHORT, &["--dtype", "float32"]),
+    ("AdamW, fp32 copies", SHORT, &["--dtype", "bfloat16", "--master-weights", "true"]),
+    ("AdamW", SHORT, &["--dtype", "bfloat16", "--master-weights", "stochastic"]),
     (
-        "fp32 weights, bf16 autocast",
-        &["--dtype", "float32", "--packing", "1024", "--batch-size", "2", "--precision", "bf16"],
-    ),
-    ("bf16 weights", &["--dtype", "bfloat16", "--packing", "1024", "--batch-size", "2"]),
-    ("NF4 weights", &["--dtype", "nf4", "--packing", "1024", "--batch-size", "2"]),
-    (
-        "bf16 weights, plain loss",
-        &["--dtype", "bfloat16", "--packing", "1024", "--batch-size", "2", "--loss", "plain"],
+        "AdamW, 8-bit states",
+        SHORT,
+        &["--dtype", "bfloat16", "--master-weights", "stochastic", "--optimizer", "adamw8bit"],
     ),
     (
-        "bf16 weights, recomputed layers",
-        &["--dtype", "bfloat16", "--packing", "1024", "--batch-size", "2", "--activations", "recompute"],
+        "AdamW, 8-bit states, updates in backward",
+        SHORT,
+        &[
+            "--dtype",
+            "bfloat16",
+            "--master-weights",
+            "stochastic",
+            "--optimizer",
+            "adamw8bit",
+            "--fused-optimizer",
+        ],
     ),
-    ("bf16 weights, rows padded", &["--dtype", "bfloat16", "--batch-size", "10", "--micro-batch-size", "5"]),
+    (
+        "Lion",
+        SHORT,
+        &["--dtype", "bfloat16", "--master-weights", "stochastic", "--optimizer", "lion", "--lr", "4e-6"],
+    ),
+    (
+        "Adafactor",
+        SHORT,
+        &["--dtype", "bfloat16", "--master-weights", "stochastic", "--optimizer", "adafactor"],
+    ),
+    ("Muon", SHORT, &["--dtype", "bfloat16", "--master-weights", "stochastic", "--optimizer", "muon"]),
 ];
 
 #[derive(Args)]
 pub(crate) struct Techniques {
+    #[command(flatten)]
+    inputs: Inputs,
+    /// Optimizer steps
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(2..))]
+    steps: u64,
+}
+
+#[derive(Args)]
+pub(crate) struct Optimizers {
+    #[command(flatten)]
+    inputs: Inputs,
+    /// Optimizer steps
+    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(2..))]
+    steps: u64,
+}
+
+#[derive(Args)]
+struct Inputs {
     /// A GGUF file, or the name of one that `cargo xtask setup --models` downloads
     #[arg(long, value_name = "FILE", default_value = installed::SMALL)]
     model: PathBuf,
     /// A folder with GSM8K's train.jsonl [default: the folder FRUGAL_GSM8K]
     #[arg(long, value_name = "FOLDER")]
     problems: Option<PathBuf>,
-    /// Optimizer steps
-    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u64).range(2..))]
-    steps: u64,
 }
 
+/// LoRA, with one technique changed at a time.
 pub(crate) fn run(bench: &mut Bench, arguments: &Techniques) -> anyhow::Result<()> {
+    measure(bench, &arguments.inputs, arguments.steps, &["--dropout", "0"], &TECHNIQUES)
+}
+
+/// All weights, by several optimizers.
+pub(crate) fn run_optimizers(bench: &mut Bench, arguments: &Optimizers) -> anyhow::Result<()> {
+    // Updates during backward come before the norm of all gradients is known.
+    let shared = ["--method", "full", "--clip", "0", "--schedule", "constant"];
+    measure(bench, &arguments.inputs, arguments.steps, &shared, &OPTIMIZERS)
+}
+
+fn measure(
+    bench: &mut Bench,
+    inputs: &Inputs,
+    steps: u64,
+    shared: &[&str],
+    variants: &[Variant],
+) -> anyhow::Result<()> {
     let (model, problems) =
-        match (installed::find(&arguments.model), installed::gsm8k(arguments.problems.as_deref())) {
+        match (installed::find(&inputs.model), installed::gsm8k(inputs.problems.as_deref())) {
             (Some(model), Ok(problems)) => (model, problems),
-            (None, _) => return skip(bench, &installed::missing(&arguments.model)),
+            (None, _) => return skip(bench, &installed::missing(&inputs.model)),
             (_, Err(missing)) => return skip(bench, missing),
         };
     let scratch = tempfile::tempdir()?;
     let data = scratch.path().join("data");
     write_problems(&problems, &data)?;
-    bench.expect(VARIANTS.len());
-    let mut reference: Option<Vec<f64>> = None;
-    for (variant, flags) in VARIANTS {
+    bench.expect(variants.len());
+    let mut references: Vec<(&[&str], Vec<f64>)> = vec![];
+    for &(variant, rows, flags) in variants {
         bench.message(variant);
         let out = scratch.path().join(variant.replace([' ', ','], "-"));
         let mut program = Command::new(started_program::path()?);
-        program.args([
-            "finetune",
-            "--device",
-            "cpu",
-            "--quiet",
-            "--no-baseline",
-            "--samples",
-            "0",
-            "--dropout",
-            "0",
-        ]);
-        program.args([
-            "--steps",
-            &arguments.steps.to_string(),
-            "--accumulation",
-            "1",
-            "--format",
-            "question-answer",
-        ]);
-        program.args(flags).arg("--model").arg(&model).arg("--data").arg(&data).arg("--out").arg(&out);
+        program.args(["finetune", "--device", "cpu", "--quiet", "--no-baseline", "--samples", "0"]);
+        program.args(["--steps", &steps.to_string(), "--format", "question-answer"]).args(shared);
+        program
+            .args(rows)
+            .args(flags)
+            .arg("--model")
+            .arg(&model)
+            .arg("--data")
+            .arg(&data)
+            .arg("--out")
+            .arg(&out);
         let status = program.stdin(Stdio::null()).stdout(Stdio::null()).status()?;
         ensure!(status.success(), "{program:?} failed with {status}");
         let run = Run::read(&out)?;
         let mut metrics = run.metrics()?;
-        // Rows that are padded are others than those that are packed.
-        let is_packed = flags.contains(&"--packing");
-        let reference = reference.get_or_insert_with(|| run.losses.clone());
-        if is_packed {
-            let differences = run.losses.iter().zip(&*reference).map(|(loss, other)| (loss - other).abs());
-            metrics.push(Metric::exact("loss_difference", "nat", differences.fold(0.0, f64::max)));
+        match references.iter().find(|(of, _)| *of == rows) {
+            None => references.push((rows, run.losses)),
+            Some((_, reference)) => {
+                let pairs = run.losses.iter().zip(reference);
+                let differences = pairs.map(|(loss, other)| (loss - other).abs());
+                metrics.push(Metric::exact("loss_difference", "nat", differences.fold(0.0, f64::max)));
+                let ratio = run.losses.iter().sum::<f64>() / reference.iter().sum::<f64>();
+                metrics.push(Metric::exact("loss_ratio", "ratio", ratio));
+            }
         }
         bench.put(&Case::new().with("variant", variant), metrics)?;
+        std::fs::remove_dir_all(&out)?;
         bench.step();
     }
     Ok(())
