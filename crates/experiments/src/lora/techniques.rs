@@ -25,7 +25,7 @@ const PACKED: &[&str] = &["--packing", "1024", "--batch-size", "2", "--accumulat
 /// Rows of one problem, 16 of which are a step.
 const SEPARATE: &[&str] = &["--batch-size", "4", "--accumulation", "4"];
 /// One row of packed problems.
-const SHORT: &[&str] = &["--packing", "512", "--batch-size", "1", "--accumulation", "1"];
+const SHORT: &[&str] = &["--packing", "640", "--batch-size", "1", "--accumulation", "1"];
 
 const TECHNIQUES: [Variant; 8] = [
     ("fp32", PACKED, &["--dtype", "float32"]),
