@@ -74,7 +74,9 @@ fn prepare(arguments: &FirstSteps) -> anyhow::Result<()> {
     let file =
         installed::find(&arguments.model).ok_or_else(|| anyhow!(installed::missing(&arguments.model)))?;
     let problems = installed::gsm8k(arguments.problems.as_deref()).map_err(|missing| anyhow!(missing))?;
-    let folder = GgufFolder::new(&file)?.open()?;
+    // Its files exist as long as it does.
+    let of_file = GgufFolder::new(&file)?;
+    let folder = of_file.open()?;
     let base = folder.load(Some(Kind::BFloat16), Device::Cpu)?;
     save(&base, &arguments.folder.join("base"), SHARD_BYTES)?;
 

@@ -87,7 +87,7 @@ pub(crate) struct Optimizers {
     #[command(flatten)]
     inputs: Inputs,
     /// Optimizer steps
-    #[arg(long, default_value_t = 100, value_parser = clap::value_parser!(u64).range(2..))]
+    #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u64).range(2..))]
     steps: u64,
 }
 
