@@ -7,9 +7,11 @@ use std::process::Command;
 use std::str::FromStr;
 
 use anyhow::{Context, Result, bail, ensure};
+use sha2::{Digest, Sha256};
 
 use super::elf::{self, Needs};
 use super::platform;
+use crate::archive::hex;
 use crate::cargo;
 use crate::setup::cache_folder;
 use crate::torch::{Pair, Torch};
@@ -144,7 +146,8 @@ fn compile(workspace: &Workspace, torch: &Torch, pair: &Pair, glibc: Glibc) -> R
     if let Glibc::Version(minor) = glibc {
         let linker =
             linker(&folder, torch, pair, &format!("{}-linux-gnu.2.{minor}", std::env::consts::ARCH))?;
-        command.arg("--").arg("-C").arg(linker_flag(&linker));
+        // It takes the arguments of a compiler; rustc would guess from its name.
+        command.arg("--").arg("-C").arg(linker_flag(&linker)).args(["-C", "linker-flavor=gcc"]);
     }
     eprintln!("build: the program, in {}", folder.display());
     let status = command.status().context("cannot run cargo")?;
@@ -186,12 +189,11 @@ fn linker(folder: &Path, torch: &Torch, pair: &Pair, target: &str) -> Result<Pat
         .replace("@COMPAT@", &object.display().to_string())
         .replace("@SEARCH@", SEARCH)
         .replace("@TARGET@", target);
-    let linker = folder.join("link.py");
-    // A file that has not changed keeps its time.
-    if std::fs::read_to_string(&linker).ok().as_ref() != Some(&text) {
-        std::fs::write(&linker, text)?;
-        std::fs::set_permissions(&linker, std::fs::Permissions::from_mode(0o755))?;
-    }
+    // Cargo links again where the linker's path has changed.
+    let digest = hex(&Sha256::digest([&text, COMPATIBILITY].concat()));
+    let linker = folder.join(format!("link-{digest:.16}.py"));
+    std::fs::write(&linker, text)?;
+    std::fs::set_permissions(&linker, std::fs::Permissions::from_mode(0o755))?;
     Ok(linker)
 }
 
