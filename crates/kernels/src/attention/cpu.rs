@@ -104,7 +104,7 @@ struct Pass {
 impl Pass {
     /// The pass over a span alone.
     fn of<X: Element>(&self, span: Span) -> Self {
-        let from = |heads: Heads| heads.from_token::<X>(span.first);
+        let from = |heads: Heads| heads.starting_at::<X>(span.first);
         Self {
             tokens: span.tokens,
             q: from(self.q),
@@ -305,7 +305,7 @@ fn backward_of<X: Element>(pass: &Pass, gradients: Gradients, spans: &[Span]) ->
                     let (span, head, keys, parts) = unit_work(unit);
                     simd::arch().dispatch(Keys::<X> {
                         pass: &pass.of::<X>(span),
-                        gradients: gradients.from_token::<X>(span.first),
+                        gradients: gradients.starting_at::<X>(span.first),
                         batch: span.row,
                         head,
                         keys,

@@ -69,7 +69,7 @@ fn every_answer_is_predicted_once_an_epoch_padded_and_packed() {
     ] {
         let mut source = MaskedBatches::new(rows(), layout, Device::Cpu).unwrap();
         let epochs = layout.epochs.unwrap() as usize;
-        let expected = expected.iter().map(|(pair, _)| (*pair, epochs)).collect();
+        let expected = expected.keys().map(|pair| (*pair, epochs)).collect();
         assert_eq!(pairs(&mut source), expected, "{layout:?}");
     }
 }

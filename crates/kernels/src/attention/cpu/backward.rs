@@ -22,9 +22,9 @@ pub(super) struct Gradients {
 
 impl Gradients {
     /// The same from a token of each row on.
-    pub(super) fn from_token<X>(self, token: usize) -> Self {
+    pub(super) fn starting_at<X>(self, token: usize) -> Self {
         let Self { o, q, k, v } = self;
-        let [o, q, k, v] = [o, q, k, v].map(|heads| heads.from_token::<X>(token));
+        let [o, q, k, v] = [o, q, k, v].map(|heads| heads.starting_at::<X>(token));
         Self { o, q, k, v }
     }
 }

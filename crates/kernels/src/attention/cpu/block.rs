@@ -53,7 +53,7 @@ impl Heads {
     }
 
     /// The same tensor from a token of each row on.
-    pub(super) fn from_token<X>(self, token: usize) -> Self {
+    pub(super) fn starting_at<X>(self, token: usize) -> Self {
         Self { at: self.row::<X>(0, 0, token) as usize, ..self }
     }
 
