@@ -8,6 +8,7 @@
 //! Measurements should replace them.
 
 mod choices;
+mod layers;
 mod weight_copies;
 
 use super::flat_bytes;
@@ -30,6 +31,7 @@ use crate::{Dtype, Error};
 
 pub use crate::passes::head::Logits;
 pub use choices::Choices;
+use layers::in_order;
 use weight_copies::cast_bytes;
 pub use weight_copies::update_bytes;
 pub(crate) use weight_copies::{update_bytes_of_adapters, update_bytes_of_one, update_copies};
@@ -476,33 +478,6 @@ fn outer_flops(flops: &StepFlops) -> u128 {
 /// Returns a layer's share of the FLOPs `all`, without those of `outer_passes` forwards of the products outside of layers.
 fn layer_flops(flops: &StepFlops, model: &Decoder, all: u128, outer_passes: u128) -> f64 {
     (all - outer_passes * outer_flops(flops)) as f64 / model.layers as f64
-}
-
-/// Returns the layers, each with its own bytes where they are in the blocks of a file.
-fn in_order(
-    of: &dyn Fn(AttentionKind) -> Result<Layer, Error>,
-    model: &Decoder,
-    recipe: &Recipe,
-) -> Result<Vec<Layer>, Error> {
-    /// Maximum number of layers in a simulation.
-    const MOST: u64 = 10_000;
-    if model.layers > MOST {
-        return Err(Error::Shape {
-            what: format!("a schedule of {} layers is too long", model.layers),
-            remedy: format!("give a model of at most {MOST} layers"),
-        });
-    }
-    let mut kinds = Vec::new();
-    for (kind, _) in model.attention_kinds() {
-        kinds.push((kind, of(kind)?));
-    }
-    let of_kind = |kind| kinds.iter().filter(move |(other, _)| *other == kind).map(|(_, layer)| *layer);
-    let mut layers: Vec<Layer> =
-        (0..model.layers).flat_map(|layer| of_kind(model.attention_of(layer))).collect();
-    for (number, layer) in layers.iter_mut().enumerate() {
-        layer.slot_bytes = layer.slot_bytes.saturating_sub(quantized::smaller_by(model, recipe, number));
-    }
-    Ok(layers)
 }
 
 #[cfg(test)]
