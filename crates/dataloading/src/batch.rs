@@ -42,7 +42,7 @@ pub struct Packing {
     pub starts: Vec<i32>,
     /// The length of the longest document.
     pub longest: i64,
-    /// Whether the documents are the rows of the data, end to end in one row, some of which may be computed alone. Otherwise the rows of the
+    /// Whether the documents are the rows of the data, end to end in one row, and a part of them may be computed alone. Otherwise the rows of the
     /// batch may.
     pub is_padding_free: bool,
 }

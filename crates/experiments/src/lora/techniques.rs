@@ -20,9 +20,9 @@ const PROBLEMS: [usize; 2] = [400, 24];
 /// A name, how rows lie, and what differs. The losses of a step are compared with those of the first variant whose rows lie in the same way.
 type Variant = (&'static str, &'static [&'static str], &'static [&'static str]);
 
-/// Rows of packed problems, two of which are a step.
+/// Rows of packed problems, two a step.
 const PACKED: &[&str] = &["--packing", "1024", "--batch-size", "2", "--accumulation", "1"];
-/// Rows of one problem, 16 of which are a step.
+/// Rows of one problem, 16 a step.
 const SEPARATE: &[&str] = &["--batch-size", "4", "--accumulation", "4"];
 /// One row of packed problems.
 const SHORT: &[&str] = &["--packing", "640", "--batch-size", "1", "--accumulation", "1"];
