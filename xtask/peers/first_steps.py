@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import time
 
-from programs import peer, print_result
+from programs import peer, print_result, resident_peak
 
 # The first steps allocate.
 WARM_UP = 3
@@ -58,11 +58,7 @@ def ours(args, folder):
     process = subprocess.Popen([*command, "--lr", str(args.lr)])
     peak = 0
     while process.poll() is None:
-        try:
-            with open(f"/proc/{process.pid}/status") as file:
-                peak = max([peak] + [int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:")])
-        except OSError:
-            pass
+        peak = max(peak, resident_peak(process.pid))
         time.sleep(0.1)
     if process.returncode:
         raise SystemExit(f"our program failed with {process.returncode}")

@@ -38,15 +38,18 @@ def write_model(folder, shape, seed):
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def peak_of_this_process():
-    """The most memory that this process has held, in bytes."""
-    with open("/proc/self/status") as file:
-        return int(next(line for line in file if line.startswith("VmHWM:")).split()[1]) * 1024
+def resident_peak(process):
+    """The most memory that a process (`self`, or its number) has held, in bytes; 0 for one that is gone."""
+    try:
+        with open(f"/proc/{process}/status") as file:
+            return max((int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:")), default=0)
+    except OSError:
+        return 0
 
 
 def print_result(ends, losses):
     """Prints what a peer's process has measured: when each step ended, and its loss."""
-    print("@result " + json.dumps({"ends": ends, "losses": losses, "peak": peak_of_this_process()}), flush=True)
+    print("@result " + json.dumps({"ends": ends, "losses": losses, "peak": resident_peak("self")}), flush=True)
 
 
 def peer(script, arguments, folder):
@@ -71,15 +74,11 @@ def ours(arguments, folder):
     start = time.time()
     with open(folder / "said", "w+") as said, open(folder / "printed", "w+") as printed:
         process = subprocess.Popen(command, stdout=printed, stderr=said, cwd=folder)
-        first = peak = None
+        first, peak = None, 0
         while process.poll() is None:
             if first is None and records.exists() and "step_seconds" in records.read_text():
                 first = time.time() - start
-            try:
-                with open(f"/proc/{process.pid}/status") as file:
-                    peak = max([peak or 0] + [int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:")])
-            except OSError:
-                pass
+            peak = max(peak, resident_peak(process.pid))
             time.sleep(0.02)
         said.seek(0), printed.seek(0)
         text, lines = said.read(), printed.read().splitlines()
