@@ -402,7 +402,7 @@ impl Batches for MaskedBatches {
             None => {
                 return Err(refuse(
                     "the checkpoint was written over other rows, in other batches or in another order; resume with the same \
-                     data, prompts, batch size, packing and seed"
+                     data, prompts, batch size, packing, padding (earlier releases padded: `data.padding_free = false`) and seed"
                         .to_owned(),
                 ));
             }
